@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.matrix.cells import matches_formula
-from measure.ledger import tensors_in
 from nanoGPT.checkpoint.hashed_files import NewFiles
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
@@ -22,7 +20,7 @@ from phase1_zero1.sharded_checkpoint import load_shards, save_shards
 from phase1_zero1.zero1 import Zero1Optimizer
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import assert_refused, run_program
-from tests.helpers.training import call_train, gap, tiny, train, train_all
+from tests.helpers.training import gap, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -293,43 +291,3 @@ def test_the_trainers_step_returns_while_parameters_are_all_gathered(optimizer):
 
 
 # ---- equal collectives on all ranks, and the gradient norm
-
-
-class CollectiveRecorder(TorchDispatchMode):
-    """A dispatch mode that records the name and the bytes of every collective, in call order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            one_sided = func.__name__.startswith(("gather_", "scatter_"))  # only the root has the full list
-            size = 0 if one_sided else sum(t.nbytes for t in tensors_in(args[0]))
-            self.calls.append((func.__name__, size))
-        return func(*args, **(kwargs or {}))
-
-
-def record_collectives(cells: list[tuple[str, Any]]) -> list[list[tuple[str, int]]]:
-    """Train one configuration after another, and return the collectives of each."""
-    calls = []
-    for phase, config in cells:
-        with CollectiveRecorder() as recorder:
-            call_train(phase, config)
-        calls.append(recorder.calls)
-    return calls
-
-
-def test_all_ranks_call_the_same_collectives(tmp_path):
-    """In a run that evaluates 3 batches on 4 ranks, clips, saves and resumes, all ranks call the same collectives with
-    the same sizes in the same order."""
-    optimizers = {"nanoGPT": "adamw", "phase1_zero1": "muon", "phase3_fsdp": "adamw"}  # Muon uses flat buckets too
-    steps = {**STEPS, "max_iters": 3, "eval_iters": 3}
-    fields = {phase: {**steps, "optimizer": optimizer} for phase, optimizer in optimizers.items()}
-    train_all(4, [(phase, tiny(phase, tmp_path / phase, **{**fields[phase], "max_iters": 1})) for phase in fields])
-    cells = [(phase, tiny(phase, tmp_path / phase, init_from="resume", **fields[phase])) for phase in fields]
-    calls_by_rank = run_on_ranks(record_collectives, 4, cells, show=False)
-    for phase, *calls in zip(fields, *calls_by_rank, strict=True):
-        assert len(calls[0]) > 30, phase
-        for rank in range(1, 4):
-            assert calls[rank] == calls[0], (phase, rank)

@@ -1,7 +1,5 @@
 """Tests of the AdamW kernels in the interpreter, against torch.optim.AdamW."""
 
-import copy
-
 import pytest
 import torch
 
@@ -53,16 +51,6 @@ def test_24_steps_are_as_exact_as_torchs():
         assert our_optimizer.state[a]["step"].item() == exact_optimizer.state[c]["step"].item()
 
 
-def test_nearly_all_elements_are_bitwise_identical_to_torchs():
-    """The kernel rounds where torch's fused CPU form rounds, so few elements differ, by a unit in the last place.
-
-    At most 1 in 100 elements differs with torch's CPU build, and at most 1 in 4 with its CUDA build.
-    """
-    for a, b in zip(run_steps(TritonAdamW, 10)[0], run_steps(torch.optim.AdamW, 10, fused=True)[0], strict=True):
-        assert gap(a, b) <= 2 * b.abs().max() * 2**-23
-        assert a.is_cuda or (a != b).sum() <= max(2, a.numel() // (4 if torch.version.cuda else 100))
-
-
 def test_half_precision_is_computed_in_fp32():
     """float16 parameters and moments are rounded once per step, as in torch's fused form."""
     ours, our_optimizer = run_steps(TritonAdamW, 20, torch.float16)
@@ -106,55 +94,6 @@ def add_bands(tensor):
     buffer = torch.full((tensor.numel() + 128,), 7.0)
     buffer[64:-64] = tensor
     return buffer[64:-64]
-
-
-def test_state_dicts_load_in_both_directions():
-    """8 steps of torch, 8 of TritonAdamW and 8 of torch again, through state dicts, match 24 steps of torch."""
-    fused = True
-    params, optimizer = make_optimizer(torch.optim.AdamW, fused=fused)
-    reference_params, reference = make_optimizer(torch.optim.AdamW, fused=fused)
-    for step in range(24):
-        if step in (8, 16):
-            values, state = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
-            params, optimizer = (
-                make_optimizer(TritonAdamW) if step == 8 else make_optimizer(torch.optim.AdamW, fused=fused)
-            )
-            for p, value in zip(params, values, strict=True):
-                p.data.copy_(value)
-            optimizer.load_state_dict(state)
-        for each_params, each_optimizer in ((params, optimizer), (reference_params, reference)):
-            set_gradients(each_params, step)
-            each_optimizer.step()
-    assert all(gap(a, b) <= 1e-6 * b.abs().max() for a, b in zip(params, reference_params, strict=True))
-    our_state, reference_state = optimizer.state_dict(), reference.state_dict()
-    assert our_state["param_groups"] == reference_state["param_groups"]
-    for ours, theirs in zip(our_state["state"].values(), reference_state["state"].values(), strict=True):
-        assert {k: (v.dtype, v.shape, v.device) for k, v in ours.items()} == {
-            k: (v.dtype, v.shape, v.device) for k, v in theirs.items()
-        }
-
-
-def test_tables_are_rebuilt_when_tensors_change():
-    """Tables are reused while no tensor moves. They are rebuilt for new gradients and a new group."""
-    params, optimizer = make_optimizer(TritonAdamW)
-    set_gradients(params, 0)
-    optimizer.step()
-    first_tables = dict(optimizer.tables)
-    optimizer.step()
-    assert all(optimizer.tables[name][1] is table for name, (_, table) in first_tables.items())
-    late_param = torch.nn.Parameter(torch.ones(7))
-    optimizer.add_param_group({"params": [late_param]})
-    params.append(late_param)
-    torch_optimizer = torch.optim.AdamW(copy.deepcopy(optimizer.param_groups))
-    torch_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    torch_params = [p for group in torch_optimizer.param_groups for p in group["params"]]
-    for each_params, each_optimizer in ((params, optimizer), (torch_params, torch_optimizer)):
-        set_gradients(each_params, 1)
-        each_optimizer.step()
-    assert optimizer.tables[0, 0, "addresses"][1] is not first_tables[0, 0, "addresses"][1]
-    assert optimizer.tables[0, 0, "chunks"][1] is first_tables[0, 0, "chunks"][1]
-    for a, b in zip(params, torch_params, strict=True):
-        assert gap(a, b) <= 1e-6 * b.abs().max()
 
 
 def test_each_type_and_step_count_has_one_launch(monkeypatch):

@@ -96,28 +96,6 @@ def test_dropout_matches_the_reference_with_the_same_mask(B, nh, dtype):
     )
 
 
-def test_the_masks_look_random():
-    """A fifth of the elements is dropped in every head, and neighbors in each direction are dropped independently."""
-    B, nh, T, p = 2, 4, 128, 0.2
-    torch.manual_seed(3)
-    flat = torch.zeros(B, nh, T, T)
-    y = causal_attention(flat, flat, torch.eye(T).expand(B, nh, T, T), p)  # row i is its mask, divided by i + 1
-    visible = torch.ones(T, T, dtype=torch.bool).tril()
-    keep_mask = (y > 0).float()
-    assert not keep_mask[..., ~visible].any()
-    kept_fraction = keep_mask[..., visible].mean(-1)  # (B, nh), each over 8,256 pairs: 5 sigma are 0.022
-    assert gap(kept_fraction, torch.full_like(kept_fraction, 1 - p)) < 0.022 and len(kept_fraction.unique()) > 1
-    deviation = (keep_mask - (1 - p)) * visible
-    pairs = [
-        (deviation[..., 1:], deviation[..., :-1]),
-        (deviation[..., 1:, :], deviation[..., :-1, :]),
-        (deviation[:, 1:], deviation[:, :-1]),
-        (deviation[1:], deviation[:-1]),
-    ]
-    for a, b in pairs:
-        assert abs((a * b).sum() / (a * b).count_nonzero() / (p * (1 - p))) < 0.04  # at least 5 sigma of each
-
-
 def test_torchs_seed_decides_the_mask():
     """The same manual_seed gives the same bits, and another one does not. Without dropout no random number is drawn."""
     qkv = make_projection(1, 2, 33, 16).detach()

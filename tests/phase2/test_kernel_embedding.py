@@ -128,21 +128,6 @@ def test_the_operators_pass_opcheck():
     assert_registered(module.positions_op, (torch.randn(2, 3, 8), 1, 4))
 
 
-def test_autocast_keeps_the_type_of_the_weights():
-    """As in torch, autocast does not change the type. With bfloat16 weights, results are bitwise identical to
-    torch's."""
-    idx = make_tokens(3, 7, 20)
-    for dtype in (torch.float32, torch.bfloat16):
-        wte, wpe = make_weights(20, 16, 33, dtype)
-        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
-            out, theirs = embedding(idx, wte, wpe), torch.nn.functional.embedding(idx, wte) + wpe[:7]
-        assert out.dtype == dtype == theirs.dtype and torch.equal(out, theirs)
-        exact = torch.autograd.grad(bind_tokens(idx, 0, module.reference)(wte.double(), wpe.double()).sum(), (wte, wpe))
-        ours = torch.autograd.grad(out.sum(), (wte, wpe))
-        assert [g.dtype for g in ours] == [dtype] * 2
-        assert all(gap(a, b) <= 1e-5 + b.abs().max() * torch.finfo(dtype).eps for a, b in zip(ours, exact, strict=True))
-
-
 def test_frozen_positions_get_no_gradient():
     """If only wte needs a gradient, it is the same as with both."""
     idx, (wte, wpe) = make_tokens(3, 7, 20), make_weights(20, 16, 33)

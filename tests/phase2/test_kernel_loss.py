@@ -45,19 +45,6 @@ def test_cross_entropy_is_as_exact_as_torch(M, V, dtype):
     )
 
 
-def test_the_reference_matches_torchs_cross_entropy():
-    """The reference, the kernels and the fused head match F.cross_entropy, as a mean and as a sum."""
-    labels, logits, eye = make_targets(9, 300), 4 * draw_normal((9, 300)), torch.eye(300, dtype=torch.float64)
-    for options in ({}, {"reduction": "sum"}):
-        expected = torch_cross_entropy(logits, labels, ignore_index=-1, **options).item()
-        for actual in (
-            unfused.reference(logits, labels, **options),
-            unfused.cross_entropy(logits, labels, **options),
-            fused.linear_cross_entropy(logits, eye, labels, **options),
-        ):
-            assert actual.item() == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("full_columns", [0, 64, 960])
 def test_maximum_and_sum_are_carried_over_tiles(full_columns):
     """Many tiles per row give the same loss and gradient: 2 rows and 64 columns without a mask, then 16 with a mask."""
@@ -81,16 +68,6 @@ def test_step_1_matches_the_reference():
     with guard_bands():
         losses = unfused.run_two_pass_step(guard(logits), labels, block=256)
     assert gap(losses, F.cross_entropy(logits.double(), labels, ignore_index=-1, reduction="none")) <= 2e-6
-
-
-def test_large_logits_do_not_overflow():
-    """Logits near 1e4 and -1e4 and of minus infinity do not overflow."""
-    logits = (1e4 * draw_normal((6, 70))).float()
-    logits[:, :3] = float("-inf")
-    labels = torch.full((6,), 5)
-    assert_as_exact_as_torch(
-        lambda z: unfused.cross_entropy(z, labels), lambda z: torch_cross_entropy(z, labels), (logits.requires_grad_(),)
-    )
 
 
 @pytest.mark.parametrize("offset", [-500.0, 1e6])
@@ -180,22 +157,11 @@ def test_the_fused_head_is_as_exact_as_torch(M, K, V, chunks, dtype):
     )
 
 
-def test_the_fused_head_computes_only_needed_products():
-    """Without gradients, or with a frozen head, it computes fewer products. Chunks never exceed their size limit."""
-    x, w, labels = torch.randn(6, 8, requires_grad=True), torch.randn(70, 8), make_targets(6, 70)
-    from torch.utils.flop_counter import FlopCounterMode
-
-    product = 2 * 6 * 8 * 70
-    for is_frozen, expected in ((True, 2 * product), (False, 3 * product)):
-        with FlopCounterMode(display=False) as counter:
-            fused.linear_cross_entropy(x, w.detach().requires_grad_(not is_frozen), labels).backward()
-        assert counter.get_total_flops() == expected
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        fused.linear_cross_entropy(x, w, labels)
-    assert counter.get_total_flops() == product
-    for M in (1, 5336, 5337, 65536):
-        rows = fused.chunk_rows(M, 50304, 2, fused.CHUNK_BYTES)
-        assert rows * 50304 * 2 <= fused.CHUNK_BYTES and rows * -(-M // rows) < M + rows
+@pytest.mark.parametrize("M", [1, 5336, 5337, 65536])
+def test_chunks_never_exceed_their_size_limit(M):
+    """A chunk of logits has at most CHUNK_BYTES, and the last chunk has at least one row."""
+    rows = fused.chunk_rows(M, 50304, 2, fused.CHUNK_BYTES)
+    assert rows * 50304 * 2 <= fused.CHUNK_BYTES and rows * -(-M // rows) < M + rows
 
 
 @pytest.mark.parametrize("loss_of", ["unfused", "fused"])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bench.phases import PHASES
@@ -31,7 +30,6 @@ from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig, field_names
-from phase3_fsdp.costs import count_padded_elements, describe_sharding, own_params
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import (
     FsdpConfig,
@@ -48,7 +46,6 @@ from tests.helpers.training import ROOT, gap, tiny, train, train_all
 from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
-EIGHT_MICRO_BATCHES = ("gradient_accumulation_steps", 8)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, *mark_slow(8)])
@@ -90,35 +87,6 @@ def make_sharded_model(shape: GPTConfig, seed: int = 1, **options) -> tuple[GPT,
     return model, config
 
 
-def count_elements_of_124m(vocab_size: int) -> tuple[list[int], int, int]:
-    """Return this rank's elements by parameter, the elements of the model, and those of an all-gather with padding."""
-    config = FsdpConfig(device="cpu", n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=vocab_size)
-    run = create_runtime(config.device, config.dtype)
-    with put_parameters_on_meta():
-        model = GPT(GPTConfig(12, 12, 768, 1024, False, vocab_size))
-    model = shard_model(model, config, run)
-    local_elements = [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)]
-    total = sum(p.numel() for p in model.parameters())
-    fsdp_units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return local_elements, total, sum(count_padded_elements(m, dist.get_world_size()) for m in fsdp_units)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_the_state_of_124m(ranks):
-    """GPT-2 124M with 50304 rows: each rank stores exactly P/N of the P parameters, and so 16P/N bytes of state."""
-    for local_elements, total, gathered in call_all(ranks)[count_elements_of_124m, 50304]:
-        assert sum(local_elements) * ranks == total == gathered
-
-
-def test_the_padding_of_50257_rows():
-    """8 does not divide 50257: rank 7 stores 7 rows fewer than the others, and 7 more rows are all-gathered."""
-    results = call_all(8)[count_elements_of_124m, 50257]
-    elements_by_rank = [sum(local_elements) for local_elements, _, _ in results]
-    _, total, gathered = results[0]
-    assert elements_by_rank[:7] == [elements_by_rank[0]] * 7 and elements_by_rank[0] - elements_by_rank[7] == 7 * 768
-    assert sum(elements_by_rank) == total and gathered - total == 7 * 768
-
-
 def gather_weights_by_name(*options: tuple[str, Any]) -> dict[str, torch.Tensor]:
     model, _ = make_sharded_model(MEDIUM, **dict(options))
     return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
@@ -142,28 +110,6 @@ def test_the_weights_do_not_depend_on_ranks(ranks, options):
     for weights in call_all(ranks)[gather_weights_by_name, *options]:
         assert weights.keys() == dict(plain.named_parameters()).keys()
         assert all(torch.equal(weights[name], param) for name, param in plain.named_parameters())
-
-
-def draw_shards_with_one_seed() -> list[float]:
-    """Initialize the wrong way: call to_empty, set one seed on all ranks, and draw only the local shard."""
-    config = FsdpConfig(device="cpu")
-    run = create_runtime(config.device, config.dtype)
-    with torch.device("meta"):
-        model = GPT(MEDIUM)
-    model = shard_model(model, config, run)
-    model.to_empty(device="cpu")
-    torch.manual_seed(1)
-    weight = model.transformer["wte"].weight
-    assert isinstance(weight, DTensor)
-    with torch.no_grad():
-        weight.to_local().normal_(std=0.02)
-    return weight.to_local().flatten()[:100].tolist()
-
-
-def test_one_seed_for_all_ranks_is_a_trap():
-    """If all ranks have the same seed and draw their shards, the shards are equal: rows 0-19 equal rows 20-39."""
-    shards = call_all(4)[draw_shards_with_one_seed,]
-    assert shards[0] == shards[1] == shards[2] == shards[3]
 
 
 def create_node_mesh(*ranks_on_node: int) -> list[list[int]] | str:
@@ -323,25 +269,6 @@ def test_units_by_size():
     assert with_checkpointing == ["transformer.h.0", "transformer.h.1.attn", "transformer.h.1.mlp"]
 
 
-def describe_model(n_embd: int, *options: tuple[str, Any]) -> tuple[str, list[int]]:
-    model, config = make_sharded_model(dataclasses.replace(MEDIUM, n_embd=n_embd), **dict(options))
-    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return describe_sharding(model, config, create_runtime(config.device, config.dtype)), [
-        sum(p.numel() for p in own_params(m)) for m in units
-    ]
-
-
-def test_the_sharding_is_described():
-    """At the start, a run prints its units, this rank's parameters, and the expected communication."""
-    text, sizes = call_all(4)[describe_model, 256, EIGHT_MICRO_BATCHES][0]
-    total, root = sum(sizes), sizes[0]
-    gathered, reduced = 4 * 2 * (2 * total - root), 4 * total
-    assert f"2 units of {sizes[1]:,} parameters, a root unit of {root:,}" in text
-    assert f"rank 0 stores {total // 4:,} of {total:,} parameters" in text
-    assert f"all-gather {gathered / 1e6:,.1f} MB over 4" in text
-    assert f"communication volume per rank {(gathered + reduced) * 3 / 4 / 1e6:,.1f} MB" in text
-
-
 def list_module_classes(device: str) -> list[set[str]]:
     """Return the names of the classes of all modules, with kernels and without."""
     models = [make_sharded_model(MEDIUM, kernels=kernels, device=device)[0] for kernels in ("triton", "none")]
@@ -371,15 +298,11 @@ def call_all(ranks: int) -> dict[tuple, list[Any]]:
             (save_with_and_without_copy,),
         ],
         4: [
-            (draw_shards_with_one_seed,),
             *((create_node_mesh, *sizes) for sizes in ((2, 2, 2, 2), (4, 4, 4, 4), (2, 2, 1, 1))),
-            (describe_model, 256, EIGHT_MICRO_BATCHES),
         ],
-        8: [(count_elements_of_124m, 50257)],
     }
     own_calls = calls.get(ranks, [])
     own_calls += [(gather_weights_by_name, *options) for size, options in WEIGHT_CASES if size == ranks]
-    own_calls += [] if ranks == 3 else [(count_elements_of_124m, 50304)]
     results = run_on_ranks(call_each, ranks, own_calls, show=False)
     return {call: [each[i] for each in results] for i, call in enumerate(own_calls)}
 

@@ -166,34 +166,6 @@ def test_the_update_equals_that_of_full_matrices(ranks):
             assert result["rounds"] == (1 if round_bytes > 1 else max(r["computed"] for r in results))
 
 
-def test_newton_schulz_orthogonalizes():
-    """The singular values of the result are about 1, and its singular vectors are those of the matrix."""
-    torch.manual_seed(0)
-    for shape in ((2, 32, 64), (2, 32, 96), (2, 96, 32)):
-        matrices = torch.randn(shape)
-        result = orthogonalize(matrices.bfloat16(), (3.4445, -4.7750, 2.0315)).float()
-        values = torch.linalg.svdvals(result)
-        assert values.min() > 0.6 and values.max() < 1.3
-        u, _, v = torch.linalg.svd(matrices, full_matrices=False)
-        assert (result * (u @ v)).sum() / result.norm() / (u @ v).norm() > 0.95
-
-
-def step_without_gradient() -> str:
-    model = OddMatrices()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = ShardedMuon([{"params": list(model.parameters()), **OPTIONS}])
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_missing_gradient_is_one_clear_error():
-    """A matrix without a gradient raises an error on every rank, before any communication."""
-    assert all("has no gradient: call backward() first" in text for text in run_on_ranks(step_without_gradient, 2))
-
-
 def train_and_resume_copy(cell: tuple[str, TrainConfig], other_cell: tuple[str, TrainConfig]) -> None:
     """Train on this rank, and resume a copy of the run with another configuration.
 

@@ -9,7 +9,7 @@ from bench.phases import PHASES
 from workshop import diff_page
 from workshop.diff import BASELINE, ROOT, find_hunks
 from workshop.notebooks import list_scripts
-from workshop.slides import QUESTION, make_slides, split_blocks, write_slides
+from workshop.slides import write_slides
 
 PHASE_PACKAGES = [package for name, package in PHASES.items() if name != "baseline"]
 
@@ -33,27 +33,6 @@ def test_the_slides_have_every_picture_question_and_list(tmp_path, capsys):
     assert text.count("<section>") > len(pictures) and text.count("To take home</h2>") >= 2
     first = text.index("e. Dropout with naive seeding")
     assert text.index('class="question"', first) < text.index("<img", first)
-
-
-def test_blocks_of_code_stay_in_one_piece():
-    """Blocks end at blank lines and headings, but not inside a block of code, which may contain `#`."""
-    blocks = [("h1", "# A"), ("text", "first\nline"), ("text", "```\n# code\n\nmore\n```"), ("h2", "## B")]
-    assert list(split_blocks("# A\nfirst\nline\n\n```\n# code\n\nmore\n```\n## B")) == blocks
-
-
-def test_each_question_has_its_own_slide_and_the_text_before_it():
-    """A slide has one question, with the paragraph before it, and no answer to an earlier question."""
-    texts = [
-        "Introduction.",
-        "Two files exist.",
-        f"{QUESTION} which?",
-        "- a\n- b",
-        "An answer.",
-        f"Now\n{QUESTION} why?",
-    ]
-    first, second = make_slides([("text", text) for text in texts])
-    assert "Introduction." not in first and "Two files exist." in first and "which?" in first and "<li>b</li>" in first
-    assert "why?" in second and "Now" in second and "answer" not in second
 
 
 def test_the_diffs_have_every_line_of_both_files(tmp_path):
