@@ -26,13 +26,13 @@ FLAGS = {
 }
 
 
-def start(out: Path, ranks: int, **changes: object) -> subprocess.Popen[str]:
+def start(out: Path, ranks: int, **changes: object) -> subprocess.Popen[bytes]:
     """Start the trainer on this number of ranks."""
     flags = [f"--{name}={value}" for name, value in {**FLAGS, "out_dir": out, **changes}.items()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*launcher, "train.py", *flags], cwd=ROOT, env=environment, text=True, start_new_session=True
+        [*launcher, "train.py", *flags], cwd=ROOT, env=environment, start_new_session=True
     )
 
 
