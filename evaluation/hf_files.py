@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from evaluation.hf_tensor_parallel import Part
-from nanoGPT.checkpoint.hugging_face import list_hf_files, read_hf_keys
+from nanoGPT.checkpoint.hugging_face import list_hf_files
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.errors import ConfigError
 from phase3_fsdp import fsdp
@@ -37,7 +37,7 @@ def fill_parts(model: nn.Module, folder: Path, device: torch.device, parts: dict
     """
     fsdp.allocate_shards(model, device)
     model.tie_weights()  # type: ignore[operator]  # one parameter again
-    files = {key: file for file in list_hf_files(folder) for key in read_hf_keys(file)}
+    files = {key: file for file in list_hf_files(folder) for key in sorted(safe_open(file, "pt").keys())}
     for name, param in model.named_parameters():
         begin, end = fsdp.own_rows(param) if param.dim() else (0, 1)
         target = local_shard(param)

@@ -12,12 +12,14 @@ from evaluation.generation import LanguageModel
 from evaluation.gpt import GptModel, spread_gpt
 from evaluation.identity import digest_files
 from evaluation.prompts import OwnCodec, TextCodec
-from nanoGPT.checkpoint.starting_point import find_checkpoint, is_run
+from nanoGPT.checkpoint.manifest import find_checkpoint
+from nanoGPT.checkpoint.starting_point import is_run
+from nanoGPT.dataset import GPT2_VOCAB
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
 from nanoGPT.model import GPTConfig
 from nanoGPT.sample import read_checkpoint, read_model
-from nanoGPT.tokenizer import GPT2_VOCAB, Tokenizer
+from nanoGPT.tokenizer import Tokenizer
 from nanoGPT.train_config import StepChoice
 
 

@@ -6,6 +6,7 @@ The data loader therefore has no state to save, and a resumed run reads the same
 """
 
 import contextlib
+import hashlib
 import os
 import resource
 from bisect import bisect_right
@@ -23,14 +24,40 @@ import torch
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, retry_reads, sha256_of, size_of
-from nanoGPT.sampling.mixture import draw_in_epochs, draw_random, parse_mixture
-from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256, read_json
-from nanoGPT.tokenizer import TokenizerIdentity, check_tokenizer
+from nanoGPT.sampling import draw_in_epochs, draw_random, parse_mixture
+from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256, Size, read_json
 from nanoGPT.train_config import TrainConfig
 
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened
 MAX_OPEN_FILES = 32768  # more than any dataset has shards, and fewer than macOS allows
 TRAIN, EVALUATE = 0, 1  # the purpose of a batch, which is part of its random key
+GPT2_VOCAB = 50257
+GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of OpenAI's vocab.bpe
+
+
+class TokenizerIdentity(TypedDict):
+    """The tokenizer that created the token ids. Only a character tokenizer has `characters`."""
+
+    name: Literal["char", "gpt2"]
+    vocab_size: Size
+    sha256: Sha256
+    characters: NotRequired[str]
+
+
+def make_gpt2_identity() -> TokenizerIdentity:
+    """Return the identity of the GPT-2 tokenizer."""
+    return {"name": "gpt2", "vocab_size": GPT2_VOCAB, "sha256": GPT2_SHA256}
+
+
+def make_char_identity(characters: str) -> TokenizerIdentity:
+    """Return the identity of a character tokenizer, whose ids follow the order of the characters."""
+    sha256 = hashlib.sha256(characters.encode()).hexdigest()
+    return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
+
+
+def describe_tokenizer(identity: TokenizerIdentity) -> str:
+    """Return a short description for messages."""
+    return f"{identity['vocab_size']:,} " + ("characters" if identity["name"] == "char" else "tokens of GPT-2")
 
 
 class TokenFile(TypedDict):
@@ -57,17 +84,6 @@ class DatasetMeta(TypedDict):
     splits: Splits
 
 
-class DataIdentity(TypedDict):
-    """The identity of the data in a checkpoint: the tokenizer, and the hash (SHA-256) of each file by name.
-
-    For a mixture, it also has the weight of each dataset, and the names of the files begin with `<dataset>/`.
-    """
-
-    tokenizer: TokenizerIdentity
-    files: dict[str, Sha256]
-    weights: NotRequired[dict[str, Count]]
-
-
 def read_dataset_meta(folder: Path) -> DatasetMeta:
     """Read a dataset's meta.json.
 
@@ -77,7 +93,8 @@ def read_dataset_meta(folder: Path) -> DatasetMeta:
         ConfigError: the file could not be read.
     """
     meta = read_json(folder / "meta.json", DatasetMeta)
-    check_tokenizer(meta["tokenizer"])
+    if meta["tokenizer"]["name"] == "char" and "characters" not in meta["tokenizer"]:
+        raise SchemaError("the tokenizer's characters are missing")
     if meta["dtype"] == "uint16" and meta["tokenizer"]["vocab_size"] > 1 << 16:
         raise SchemaError("ids of this vocab_size do not fit into uint16")
     return meta
@@ -100,9 +117,9 @@ def find_dataset(name: str) -> Path:
     if (folder / "prepare.py").is_file():
         raise ConfigError(f"dataset {name} is not prepared: run `make data DATASET={quote(name)}`")
     if folder.is_dir():
+        command = "`.venv/bin/python nanoGPT/data/shakespeare_char/prepare.py --input=FILE`"
         raise ConfigError(
-            f"{folder} has no meta.json, which names the tokenizer and the files: prepare your text with "
-            "`.venv/bin/python nanoGPT/data/shakespeare_char/prepare.py --input=FILE`"
+            f"{folder} has no meta.json, which names the tokenizer and the files: prepare a text: {command}"
         )
     known = sorted({p.parent.name for pattern in ("*/prepare.py", "*/meta.json") for p in DATA.glob(pattern)})
     hint = did_you_mean(name, known) or f" (known: {', '.join(known)})"
@@ -113,7 +130,7 @@ def find_dataset(name: str) -> Path:
 class Split:
     """The open files of one split, and the windows of block_size + 1 tokens in them.
 
-    The windows have consecutive numbers, from 0 for the first window of the first file to window_count - 1.
+    The windows have consecutive numbers, from 0 for the first window of the first file.
 
     Attributes:
         paths, files: the files.
@@ -127,10 +144,6 @@ class Split:
     dtype: np.dtype[Any]
     stride: int
     end_windows: list[int]
-
-    @property
-    def window_count(self) -> int:
-        return self.end_windows[-1]
 
     def locate(self, window: int) -> tuple[int, int]:
         """Return the index of the file that contains a window, and the position of the window in it, in bytes."""
@@ -165,9 +178,7 @@ class Split:
                 os.posix_fadvise(self.files[index].fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
 
-def open_split(
-    folder: Path, name: str, files: Sequence[TokenFile], dtype: np.dtype[Any], block_size: int, stride: int
-) -> Split:
+def open_split(folder: Path, files: Sequence[TokenFile], dtype: np.dtype[Any], block_size: int, stride: int) -> Split:
     """Open a split's files, and check their size and, up to `MAX_HASHED_BYTES`, their hash against `meta.json`.
 
     Raises:
@@ -193,10 +204,9 @@ def open_split(
 def raise_open_file_limit() -> None:
     """Raise the limit of open files of this process, as far as it may: a dataset can have hundreds of shards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = [limit for limit in (hard, MAX_OPEN_FILES) if limit != resource.RLIM_INFINITY]
-    if soft != resource.RLIM_INFINITY and soft < min(limits):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @dataclass(frozen=True)
@@ -251,8 +261,8 @@ def open_dataset(folder: Path, weight: int, block_size: int, stride: int) -> Dat
             f"({sum(tokens[split]):,} tokens): {remedy}"
         )
     splits = {
-        "train": open_split(folder, "train", files["train"], dtype, block_size, stride),
-        "val": open_split(folder, "val", files["val"], dtype, block_size, 1),
+        "train": open_split(folder, files["train"], dtype, block_size, stride),
+        "val": open_split(folder, files["val"], dtype, block_size, 1),
     }
     return Dataset(folder.resolve().name, weight, meta, splits)
 
@@ -319,18 +329,15 @@ class TokenData:
     @classmethod
     def from_config(cls, config: TrainConfig) -> "TokenData":
         """Open the data of a run."""
-        return cls(
-            config.dataset,
-            config.block_size,
-            config.batch_size,
-            config.seed,
-            config.sampling,
-            config.gradient_accumulation_steps,
-        )
+        fields = (config.dataset, config.block_size, config.batch_size, config.seed, config.sampling)
+        return cls(*fields, config.gradient_accumulation_steps)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The `DataIdentity` that a checkpoint records."""
+        """The identity of the data in a checkpoint: the tokenizer, and the hash (SHA-256) of each file by name.
+
+        For a mixture, it also has the weight of each dataset, and the names of the files begin with `<dataset>/`.
+        """
         if len(self.datasets) == 1:
             return {"tokenizer": self.tokenizer, "files": self.datasets[0].hashes}
         files = {f"{each.name}/{file}": sha256 for each in self.datasets for file, sha256 in each.hashes.items()}
@@ -376,7 +383,7 @@ class TokenData:
 
     def choose_windows(self, split: str, purpose: int, step: int, micro_batch: int) -> list[tuple[int, int]]:
         """Return the index of the dataset and the number of the window for each sequence of a micro-batch."""
-        counts = tuple(each.splits[split].window_count for each in self.datasets)
+        counts = tuple(each.splits[split].end_windows[-1] for each in self.datasets)
         weights = tuple(each.weight for each in self.datasets)
         if self.sampling == "epoch" and purpose == TRAIN:
             first = (step * self.micro_batches + micro_batch) * self.batch_size
@@ -389,7 +396,5 @@ class TokenData:
 
 def to_device(batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy a batch to a device. The copy to a GPU uses pinned memory and is asynchronous."""
-    x, y = batch
-    if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
-    return x.to(device), y.to(device)
+    x, y = (tokens.pin_memory() if device.type == "cuda" else tokens for tokens in batch)
+    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)

@@ -7,23 +7,37 @@ The newest complete checkpoint of the run is exported, or the one of `--resume_s
 number of ranks.
 """
 
+import dataclasses
+import json
+import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
-from nanoGPT.checkpoint.hashed_files import NewFiles
-from nanoGPT.checkpoint.hugging_face import write_hf
-from nanoGPT.checkpoint.starting_point import find_checkpoint, tokenizer_rows
-from nanoGPT.checkpoint.training_state import read_full_state, save_ckpt
+from nanoGPT.checkpoint.dcp_reader import read_shards
+from nanoGPT.checkpoint.hugging_face import CONV1D
+from nanoGPT.checkpoint.manifest import find_checkpoint
+from nanoGPT.checkpoint.starting_point import tokenizer_rows
+from nanoGPT.checkpoint.training_state import EMBEDDING, HEAD, FullState, order_for_optimizer, read_full_state
+from nanoGPT.dataset import GPT2_VOCAB, TokenizerIdentity
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import DOWNLOADS
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
-from nanoGPT.model import GPTConfig
-from nanoGPT.tokenizer import load_tokenizer
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.prepare.download import TIKTOKEN_FILES
 from nanoGPT.train_config import StepChoice
+
+LAYER = ("ln_1.weight", "ln_2.weight", *CONV1D)  # the parameters of a layer, without biases
+INDEX = "model.safetensors.index.json"
 
 
 def check_no_overwrite(folder: Path, format: str) -> None:
@@ -72,15 +86,191 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
                 if rows > ids:
                     print(f"all {rows:,} rows of the vocabulary are exported; the tokenizer has {ids:,} ids")
                 write_hf(Path(temporary), shape, weights, rows)
-                load_tokenizer(tokenizer).write_hf(Path(temporary))
+                write_hf_tokenizer(Path(temporary), tokenizer)
             else:
-                state = read_full_state(checkpoint.path, Path(scratch))
-                save_ckpt(NewFiles(Path(temporary)), state, checkpoint.step, manifest)
+                state = read_into_files(checkpoint.path, shape, Path(scratch))
+                save_ckpt(Path(temporary), state, checkpoint.step, manifest)
         except (RuntimeError, OSError, SafetensorError) as error:  # all can mean a full disk
             raise ConfigError(f"--to={to} could not be written ({error}): free some disk space") from None
         for file in sorted(Path(temporary).iterdir()):
             file.replace(folder / file.name)
     print(f"exported {checkpoint.path.name} of {out_dir} to {folder} ({format})")
+
+
+# ---- nanoGPT's ckpt.pt
+
+
+def read_into_files(path: Path, shape: GPTConfig, folder: Path) -> FullState:
+    """Return the full state of a checkpoint, with its parameters in nanoGPT's order. It may be larger than the memory.
+
+    Args:
+        path: of the checkpoint. A ckpt.pt is mapped to memory.
+        shape: of its model.
+        folder: where the tensors of shards are written; it must outlive them.
+    """
+    with torch.device("meta"):
+        names = [name for name, _ in GPT(shape).named_parameters()]
+    state = read_full_state(path)
+    if state.reader is None:
+        return dataclasses.replace(state, model={name: state.model[name] for name in names})
+    index = state.reader.index.state_dict_metadata
+    files = {key: folder / str(i) for i, key in enumerate(index)}
+    tensors = {key: map_to_file(file, index[key].size, index[key].properties.dtype) for key, file in files.items()}
+    read_shards(state.reader, tensors, no_dist=True)
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for name, items in state.optimizer.items():
+        moments = {item: tensors[f"optimizer.{name}.{item}"] for item in items}
+        optimizer[name] = {item: t.view(state.shapes[name]) if t.dim() else t for item, t in moments.items()}
+    return FullState({name: tensors[f"model.{name}"] for name in names}, optimizer, state.shapes)
+
+
+def map_to_file(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose memory is mapped to a new file.
+
+    Raises:
+        OSError: the disk is full. The space is reserved now, because a later write to a mapped page without disk space
+            would kill the process.
+    """
+    with open(file, "wb") as reserved_file:
+        length = size.numel() * dtype.itemsize
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(reserved_file.fileno(), 0, max(length, 1))
+        else:
+            reserved_file.truncate(length)
+    return torch.from_file(str(file), shared=True, size=size.numel(), dtype=dtype).view(size)
+
+
+def save_ckpt(folder: Path, state: FullState, step: int, manifest: dict[str, Any]) -> None:
+    """Write `ckpt.pt` in nanoGPT's format, with its keys and its order of parameters in the optimizer.
+
+    nanoGPT cannot use the optimizer state of Muon.
+
+    Args:
+        folder: an existing directory.
+        state: the model, with its parameters in nanoGPT's order, and the optimizer.
+        step: number of completed updates.
+        manifest: of the checkpoint.
+    """
+    config, order = manifest["config"], order_for_optimizer(state.model)
+    groups = [
+        {"params": [torch.empty(0) for name in order if (state.model[name].dim() >= 2) == decays], "weight_decay": rate}
+        for decays, rate in ((True, config["weight_decay"]), (False, 0.0))
+    ]
+    adamw = torch.optim.AdamW(groups, config["learning_rate"], (config["beta1"], config["beta2"]))
+    states = {i: dict(state.optimizer[name]) for i, name in enumerate(order) if name in state.optimizer}
+    content = {
+        "model": {HEAD: state.model[EMBEDDING], **state.model},
+        "optimizer": {**adamw.state_dict(), "state": states},
+        "model_args": {k: v for k, v in manifest["model_args"].items() if k != "gelu" or v != "none"},
+        "iter_num": step,
+        "best_val_loss": manifest["best_val_loss"],
+        "config": config,
+        "tokenizer": manifest["data"]["tokenizer"],
+    }
+    torch.save(content, folder / "ckpt.pt")
+
+
+# ---- Hugging Face
+
+
+def write_hf_tokenizer(folder: Path, tokenizer: TokenizerIdentity) -> None:
+    """Write the files from which the transformers library loads the same tokenizer."""
+    if tokenizer["name"] == "gpt2":
+        for name, target in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+            shutil.copyfile(DOWNLOADS / "tiktoken" / TIKTOKEN_FILES[name][0], folder / target)
+        return
+    vocab = {character: i for i, character in enumerate(tokenizer["characters"])}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}  # without merges, each token is one character
+    content = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer.json").write_text(json.dumps(content) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
+
+
+def convert_to_hf(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and tensor of each parameter in the layout of `transformers`.
+
+    Conv1D weights are transposed, and the padding rows of the embedding are dropped.
+
+    Raises:
+        ConfigError: the parameters are not those of GPT-2.
+    """
+    layers = [f"transformer.h.{i}.{name}" for i in range(shape.n_layer) for name in LAYER]
+    names = [EMBEDDING, "transformer.wpe.weight", *layers, "transformer.ln_f.weight"]
+    biases = [name.removesuffix("weight") + "bias" for name in names[2:]] if shape.bias else []
+    if different := sorted({*names, *biases} ^ {*weights}):
+        raise ConfigError(
+            f"this model is not GPT-2: {different[0]} is only in {'it' if different[0] in weights else 'GPT-2'}; "
+            "only GPT-2 can be exported for transformers: use --format=ckpt"
+        )
+    for name, value in weights.items():
+        value = value[:rows] if name == EMBEDDING else value
+        yield name, (value.t() if name.endswith(CONV1D) else value).contiguous()
+        if not shape.bias and (".ln_" in name or name.endswith(CONV1D)):  # Hugging Face's GPT-2 always has biases
+            yield name.removesuffix("weight") + "bias", torch.zeros(value.shape[0], dtype=value.dtype)
+
+
+def write_hf(
+    folder: Path, shape: GPTConfig, weights: Mapping[str, Tensor], rows: int, file_bytes: int = 2 << 30
+) -> None:
+    """Write a directory that `transformers` can read, with one or more safetensors files.
+
+    Args:
+        folder: an existing directory.
+        shape: the shape of the model.
+        weights: parameters by name. They are read one at a time; those of one file are in memory together.
+        rows: vocabulary size of the tokenizer; further rows of the embedding are padding.
+        file_bytes: maximum size of a file in bytes. A file with a single tensor may be larger.
+    """
+    files: list[dict[str, int]] = []  # for each file, the bytes of its tensors by name
+    pending: dict[str, Tensor] = {}
+    for name, tensor in convert_to_hf(shape, weights, rows):
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > file_bytes:
+            files.append(write_hf_file(folder, len(files), pending))
+            pending = {}
+        pending[name] = tensor
+    files.append(write_hf_file(folder, len(files), pending))
+    rename_hf_files(folder, files)
+    write_hf_config(folder, shape, rows)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors makes its files readable by the owner only
+
+
+def write_hf_file(folder: Path, index: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Write tensors to part-{index}.safetensors, and return the bytes of each tensor by name."""
+    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def rename_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
+    """Rename the parts as `transformers` expects: to model.safetensors, or to numbered files with an index."""
+    is_single = len(files) == 1
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for i, name in enumerate(["model.safetensors"] if is_single else names):
+        (folder / f"part-{i}.safetensors").rename(folder / name)
+    if not is_single:
+        file_of_tensor = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": sum(sum(each.values()) for each in files)}, "weight_map": file_of_tensor}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
+    """Write config.json for a model of this shape, with a vocabulary of `rows` tokens."""
+    end_of_text = GPT2_VOCAB - 1 if rows >= GPT2_VOCAB else None  # GPT-2's <|endoftext|>
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu" if shape.gelu == "none" else "gelu_new",
+        **{name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")},
+        "n_positions": shape.block_size,
+        "vocab_size": rows,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), shape.dropout)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ file system, is retried for a few seconds. If it persists, the program stops wit
 non-blocking mode, so that a FIFO with the name of a file cannot hang a run.
 """
 
-import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
 import stat
@@ -16,7 +14,7 @@ import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nanoGPT.errors import ConfigError
 
@@ -50,13 +48,7 @@ def retry_reads(path: Path, read: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # a file with this name cannot exist
                 raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise ConfigError(
-                    f"{path} cannot be opened, because this process has reached its limit of open files: raise the "
-                    "limit with `ulimit -n 65536`",
-                    on_one_rank=True,
-                ) from None
-            if delay is None or isinstance(error, PERMANENT_ERRORS) or error.errno == errno.ELOOP:
+            if delay is None or isinstance(error, PERMANENT_ERRORS) or error.errno in (errno.ELOOP, errno.EMFILE):
                 raise ConfigError(
                     f"{path} cannot be read ({error.strerror}): nothing was changed; check the file system and its "
                     "permissions, then run the same command again",
@@ -99,30 +91,6 @@ def read_document(path: Path) -> str:
     return retry_reads(path, read).decode("utf-8-sig")  # without a byte order mark
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if the file is missing or damaged, as while another process replaces it."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file, without waiting for the disk. Create its directory at the first write, or if it was deleted.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    temporary = path.with_suffix(".tmp")
-    text = json.dumps(content) + "\n"
-    try:
-        temporary.write_text(text)
-    except FileNotFoundError:
-        path.parent.mkdir(exist_ok=True)
-        temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def size_of(path: Path) -> int | None:
     """Return the size of a regular file in bytes; None if the path is absent or not a regular file.
 
@@ -145,18 +113,6 @@ def is_present(path: Path) -> bool:
     try:
         retry_reads(path, lambda: os.stat(path))
         return True
-    except ABSENT:
-        return False
-
-
-def is_directory(path: Path) -> bool:
-    """Return whether the path is a directory, or a symbolic link to one.
-
-    Raises:
-        ConfigError: the file system returned an error other than absence.
-    """
-    try:
-        return stat.S_ISDIR(retry_reads(path, lambda: os.stat(path)).st_mode)
     except ABSENT:
         return False
 

@@ -32,6 +32,7 @@ from nanoGPT.job.hardware import (
     read_gpu_driver,
     read_peak_memory,
 )
+from nanoGPT.model import GPTConfig
 from nanoGPT.observers import Observer
 from nanoGPT.train_config import TrainConfig
 
@@ -84,17 +85,17 @@ class Log(Observer):
         config: this rank's configuration.
         run: this rank's Runtime.
         first_step: the first step of this run; lines of an earlier run from this step on are removed.
-        flops_per_token: FLOPs per token of the forward and backward pass, for MFU.
+        model_args: the shape of the model.
 
     Raises:
         ConfigError: a file is not writable. Every rank raises it.
     """
 
-    def __init__(self, config: TrainConfig, run: Runtime, first_step: int, flops_per_token: int) -> None:
+    def __init__(self, config: TrainConfig, run: Runtime, first_step: int, model_args: GPTConfig) -> None:
         super().__init__(config)
-        self.run, self.out_dir = run, Path(config.out_dir)
+        self.run, self.out_dir, self.model_args = run, Path(config.out_dir), model_args
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-        self.flops_per_token, self.peak_flops = flops_per_token, find_peak_flops(run)
+        self.peak_flops = find_peak_flops(run)
         self.first_step = self.next_step = first_step
         self.clock, self.seconds, self.is_timed = time.perf_counter(), 0.0, False  # of the steps since the last line
         self.tokens_before = run.call_on_rank0(self._open_files)
@@ -136,6 +137,7 @@ class Log(Observer):
             "git_commit": read_git_commit(),
             "world_size": self.run.world_size,
             "config": dataclasses.asdict(self.config),
+            "model_args": dataclasses.asdict(self.model_args),
             "chosen": self.run.reasons,
             "tokens_per_step": self.tokens_per_step,
         }
@@ -161,7 +163,9 @@ class Log(Observer):
         self.next_step, self.seconds = step + 1, 0.0
         has_trained = loss is not None
         rate = self.tokens_per_step * steps / seconds if has_trained else None
-        mfu = rate * self.flops_per_token / self.run.world_size / self.peak_flops if rate and self.peak_flops else None
+        mfu = None
+        if rate and self.peak_flops:
+            mfu = rate * self.model_args.flops_per_token() / self.run.world_size / self.peak_flops
         line = {
             "step": step,
             "loss": loss,

@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ class GPTConfig:
     bias: bool = True
     vocab_size: int = 50304
     dropout: float = 0.0
-    gelu: str = "none"  # "none": exact, as in nanoGPT; "tanh": the approximation that OpenAI used in training
+    gelu: Literal["none", "tanh"] = (
+        "none"  # "none": exact, as in nanoGPT; "tanh": the approximation that OpenAI used in training
+    )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":

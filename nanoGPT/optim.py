@@ -190,6 +190,20 @@ def configure_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Op
     return configure_muon(model, config) if config.optimizer == "muon" else configure_adamw(model, config)
 
 
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the state of an optimizer, by a step with zero gradients and learning rate zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def grad_norm(grads: Sequence[Tensor], sharded_over: dist.ProcessGroup | None = None) -> Tensor:
     """Return the global 2-norm of the gradients, accumulated in fp64.
 

@@ -111,7 +111,7 @@ def train(config: Config) -> None:
         checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
         model_args, weights = read_starting_point(config, data, checkpoint, run)
         first_step = checkpoint.step if checkpoint else 0
-        log = Log(config, run, first_step, model_args.flops_per_token())
+        log = Log(config, run, first_step, model_args)
 
         # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
         run.enter_stage("build", first_step)

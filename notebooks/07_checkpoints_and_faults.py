@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, serialize_manifest, verify_files
-from nanoGPT.checkpoint.shards import read_index
 from nanoGPT.observers import add_flags
 from phase3_fsdp.fsdp import FsdpConfig
 from phase3_fsdp.train import train
 from workshop.lessons import checkpoint_pictures
-from workshop.lessons.checkpoints import check_index, list_chunks, load_with_dcp, select_chunks
+from workshop.lessons.checkpoints import check_index, list_chunks, load_with_dcp, read_index, select_chunks
 from workshop.ranks import losses, run_on_ranks
 
 # %% [markdown]
@@ -522,7 +521,7 @@ checkpoint_pictures.draw_timelines(timelines)
 # %%
 import threading
 
-from nanoGPT.checkpoint.hashed_files import HashedFile
+from nanoGPT.checkpoint.manifest import HashedFile
 
 
 def pause_write(partly_written: threading.Event, may_continue: threading.Event) -> None:

@@ -32,8 +32,8 @@ from torch._C import _distributed_c10d as distributed_c10d
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED, write_error_file
-from nanoGPT.files import replace_json
 from operate.device_progress import DeviceProgress
+from operate.run_files import replace_json
 from operate.watchdog import GRACE_SECONDS, StallDetector, dump_and_kill, is_child_of
 
 # A frame in one of these files means that the thread compiles or that a debugger runs: both may take any amount of

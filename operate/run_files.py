@@ -2,12 +2,12 @@
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import read_json_object
 
 
 def find_newest_run() -> Path:
@@ -20,6 +20,30 @@ def find_newest_run() -> Path:
     if not runs:
         raise ConfigError("there is no run under out/: give RUN=DIRECTORY")
     return max(runs, key=lambda folder: folder.stat().st_mtime)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the file is missing or damaged, as while another process replaces it."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def replace_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file, without waiting for the disk. Create its directory at the first write, or if it was deleted.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_suffix(".tmp")
+    text = json.dumps(content) + "\n"
+    try:
+        temporary.write_text(text)
+    except FileNotFoundError:
+        path.parent.mkdir(exist_ok=True)
+        temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

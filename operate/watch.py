@@ -20,10 +20,9 @@ from rich.text import Text
 
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import read_json_object
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
-from operate.run_files import find_newest_run, read_heartbeats, read_json_lines
+from operate.run_files import find_newest_run, read_heartbeats, read_json_lines, read_json_object
 
 PERIOD = 1.0  # seconds between two updates
 SILENT_SECONDS = 10.0  # without a heartbeat, after which a rank is marked

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoGPT.files import read_json_object
+from operate.run_files import read_json_object
 
 # A change of one of these fields of a heartbeat is progress. The host can queue work that keeps a GPU busy for minutes,
 # so the stages that the GPU has reached count too.

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nanoGPT.checkpoint.dcp_reader import read_shards
 from nanoGPT.checkpoint.dcp_writer import write_shards
-from nanoGPT.checkpoint.hashed_files import NewFiles
-from nanoGPT.checkpoint.manifest import list_files
-from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
-from nanoGPT.checkpoint.training_state import FullState, allocate_state, check_parameters, load_weights, read_full_state
+from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.training_state import FullState, check_shapes, load_weights, read_full_state, shapes_of
+from nanoGPT.optim import allocate_state
 from phase1_zero1.protocol import DataParallelOptimizer
 
 
@@ -81,16 +81,14 @@ def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) 
     """
     for inner in optimizer.inner_optimizers():
         allocate_state(inner)
-    reader = SafeReader(path, is_shared=True)
-    sizes = {} if "ckpt.pt" in list_files(path) else {key: size for key, (size, _) in read_index(reader).items()}
-    # All ranks must take the same branch, so only the index decides. Phase 3 stores moments as matrices.
-    if sizes and all(len(size) < 2 for key, size in sizes.items() if key.startswith("optimizer.")):
-        state = training_state(model, optimizer)
-        check_parameters(path, sizes, {key: value.size() for key, value in state.items()})
-        read_shards(reader, {key: value for key, value in state.items() if key in sizes})
-        clear_missing_state(model, optimizer, sizes)
+    full = read_full_state(path)
+    check_shapes(path, full.shapes, shapes_of(dict(model.named_parameters())))
+    # All ranks must take the same branch, so only the checkpoint decides. Phase 3 stores moments as matrices.
+    if full.reader and all(len(size) < 2 for key, size in full.reader.sizes.items() if key.startswith("optimizer.")):
+        state, stored = training_state(model, optimizer), full.reader.sizes
+        read_shards(full.reader, {key: value for key, value in state.items() if key in stored})
+        clear_missing_state(model, optimizer, stored)
     else:
-        full = read_full_state(path)
         load_weights(model, full.model)
         clear_missing_state(model, optimizer, copy_full_optimizer_state(full, model, optimizer))
 

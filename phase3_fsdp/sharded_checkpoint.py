@@ -1,8 +1,8 @@
 """Sharded checkpoints: every rank writes its shards, and any number of ranks can read them.
 
 The keys contain parameter names, and the values are DTensors. torch's Distributed Checkpoint (DCP) asks a DTensor which
-part of the full tensor it stores. `nanoGPT.checkpoint.dcp_writer` writes the files, and `nanoGPT.checkpoint.shards`
-reads them.
+part of the full tensor it stores. `nanoGPT.checkpoint.dcp_writer` writes the files, and
+`nanoGPT.checkpoint.dcp_reader` reads them.
 """
 
 from pathlib import Path
@@ -12,19 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from nanoGPT.checkpoint.dcp_reader import read_shards
 from nanoGPT.checkpoint.dcp_writer import write_shards
-from nanoGPT.checkpoint.hashed_files import NewFiles
-from nanoGPT.checkpoint.manifest import list_files
-from nanoGPT.checkpoint.shards import SafeReader, read_index, read_shards
-from nanoGPT.checkpoint.training_state import (
-    FullState,
-    allocate_state,
-    check_parameters,
-    clear_missing_state,
-    optimizer_state_by_name,
-    read_full_state,
-)
+from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.training_state import FullState, check_shapes, read_full_state, shapes_of
 from nanoGPT.distributed.sharding import local_shard
+from nanoGPT.optim import allocate_state
 from phase3_fsdp.fsdp import copy_own_rows
 
 
@@ -38,8 +31,9 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         if isinstance(module, FSDPModule):
             module.reshard()
     state = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
-    for name, items in optimizer_state_by_name(model, optimizer).items():
-        state |= {f"optimizer.{name}.{item}": value for item, value in items.items()}
+    for name, param in model.named_parameters():
+        if param in optimizer.state:
+            state |= {f"optimizer.{name}.{item}": value for item, value in optimizer.state[param].items()}
     return state
 
 
@@ -91,20 +85,15 @@ def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         ConfigError: the parameters in the checkpoint are not those of the model.
     """
     allocate_state(optimizer)
-    state, reader = training_state(model, optimizer), SafeReader(path, is_shared=True)
-    expected = {key: value.size() for key, value in state.items()}
-    is_sharded = "ckpt.pt" not in list_files(path)
-    stored = {key: size for key, (size, _) in read_index(reader).items()} if is_sharded else {}
-    if is_sharded:
-        check_parameters(path, stored, expected)
-    if stored == expected:
-        read_shards(reader, state)
+    state, full = training_state(model, optimizer), read_full_state(path)
+    check_shapes(path, full.shapes, shapes_of(dict(model.named_parameters())))
+    if full.reader and full.reader.sizes == shapes_of(state):
+        read_shards(full.reader, state)
         return
-    full = read_full_state(path)
-    if not is_sharded:
-        check_parameters(path, {f"model.{name}": value.size() for name, value in full.model.items()}, expected)
     copy_full_state(full, state)
-    clear_missing_state(model, optimizer, full.optimizer)
+    for name, param in model.named_parameters():
+        if name not in full.optimizer:  # a float16 run that has skipped all its steps saves no optimizer state
+            optimizer.state[param].clear()
 
 
 def copy_full_state(full: FullState, target: dict[str, Tensor]) -> None:

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.checkpoint import directory as checkpoint
-from nanoGPT.checkpoint import hashed_files as writer
+from nanoGPT.checkpoint import manifest as writer
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.training_state import allocate_state
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import configure_optimizer
+from nanoGPT.optim import allocate_state, configure_optimizer
 from operate.ranks import run_on_ranks, start_ranks
 from phase3_fsdp.fsdp import FsdpConfig, init_shards, put_parameters_on_meta, shard_model
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_state

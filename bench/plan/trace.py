@@ -40,11 +40,10 @@ import phase3_fsdp.costs
 from bench.plan.speed import GPUS, Gpu, Roofline
 from measure.ledger import CollectiveCounter, StepCosts
 from measure.tracker import MemoryTracker
-from nanoGPT.checkpoint.training_state import allocate_state
 from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import DTYPES, Runtime
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import SharedOptimizer, clip_grads, configure_optimizer, grad_norm
+from nanoGPT.optim import SharedOptimizer, allocate_state, clip_grads, configure_optimizer, grad_norm
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1 import parallelize as zero1
 from phase1_zero1 import zero1 as zero1_optimizer

@@ -7,41 +7,43 @@
         LATEST                the name of the newest checkpoint, for people and scripts
         .tmp-step-00000150/   a save in progress, or the files of a save that was killed
         .bad-step-00000120/   a damaged checkpoint that a resume has skipped
+        .newer-step-0000140/  a checkpoint after the one that --resume_step has chosen
 
 A save writes into `.tmp-*`. Each rank hashes and fsyncs its files. Rank 0 then writes the manifest, fsyncs, renames the
 directory, and fsyncs the parent directory. A kill at any moment therefore leaves either a complete new checkpoint, or
-the previous checkpoints unchanged. Old checkpoints are then deleted in another thread, while training continues. With
-an asynchronous save, this thread also writes the checkpoint; training waits only if the previous save is not complete.
+the previous checkpoints unchanged. At the end of a save, rank 0 deletes old checkpoints. With an asynchronous save, all
+of this happens in another thread, while training continues; training waits only if the previous save is not complete.
 """
 
 import contextlib
-import errno
+import itertools
+import math
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanoGPT.checkpoint.hashed_files import NewFiles, fsync_path, write_and_sync
 from nanoGPT.checkpoint.manifest import (
     Checkpoint,
     DamagedCheckpoint,
     Manifest,
-    choose_step,
+    NewFiles,
     find_best,
+    find_checkpoint,
+    fsync_path,
     read_manifest,
     serialize_manifest,
     step_directories,
-    verify_files,
+    write_and_sync,
 )
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, PeerFailed, SaveError
+from nanoGPT.errors import ConfigError, PeerFailed, SaveError, quote_cause
 from nanoGPT.files import is_present, remove, size_of, unique_name
 from nanoGPT.train_config import StepChoice
 
@@ -62,11 +64,11 @@ class CheckpointDirectory:
     def __init__(self, out_dir: str, run: Runtime, keep_checkpoints: int, reads_only: bool = False) -> None:
         self.root, self.keep_checkpoints, self.reads_only = Path(out_dir) / "checkpoints", keep_checkpoints, reads_only
         self.run = run.with_own_group()  # an asynchronous save must not interfere with collectives of the training
-        self.save_thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
-        self.newer: list[Path] = []  # the checkpoints that are newer than --resume_step
+        self.thread = ThreadPoolExecutor(1)
+        self.saving: Future[None] | None = None  # an asynchronous save
+        self.chosen_step: float = math.inf  # by --resume_step, until the first save
+        self.own_steps: set[int] = set()  # that this run has saved, or resumed from
         self.last_save = time.monotonic()  # or the start of the run
-        self.own_tokens: set[str | None] = {run.token}  # of this run, and of the run that it resumes
         run.end_callbacks.append(self.drain)
         self._run_on_main(lambda: self.root.mkdir(exist_ok=True))
         self._check_shared()
@@ -74,8 +76,7 @@ class CheckpointDirectory:
     def _check_shared(self) -> None:
         probe = self.root / self.run.gather(unique_name("shared"))[0]
         self._run_on_main(probe.touch)
-        is_visible = self._run_on_all(lambda: is_present(probe))
-        missing = [rank for rank in range(self.run.world_size) if not is_visible[rank]]
+        missing = [rank for rank, is_seen in enumerate(self._run_on_all(lambda: is_present(probe))) if not is_seen]
         self._run_on_main(probe.unlink)
         if missing:
             raise ConfigError(
@@ -93,61 +94,21 @@ class CheckpointDirectory:
         Raises:
             ConfigError: there is no complete checkpoint, or one could not be read. An unreadable one is not renamed.
         """
-        paths = self._run_on_all(lambda: step_directories(self.root.parent))[0]
-        if step is not None:
-            return self._open_step(self._run_on_all(lambda: choose_step(self.root.parent, step))[0], paths)
-        for path in paths:
-            if not (reason := self._find_damage_on_all(path)):
-                return self._open(path)
-            self._set_aside(path, f".bad-{path.name}", f"skipping {path.name}: {reason}")
-        raise ConfigError(f"no checkpoint under {self.root} can be used: start a new run with another --out_dir")
+        checkpoint = find_checkpoint(self.root.parent, self.run, step, None if self.reads_only else self._skip)
+        self.own_steps.add(checkpoint.step)
+        self.chosen_step = math.inf if step is None else checkpoint.step
+        return checkpoint
 
-    def _open_step(self, wanted: Path, paths: list[Path]) -> Checkpoint:
-        """Return the checkpoint of one step. The first save sets all newer ones aside, to save their steps again."""
-        if reason := self._find_damage_on_all(wanted):
-            raise ConfigError(f"{wanted} is damaged ({reason}): choose another --resume_step")
-        self.newer = paths[: paths.index(wanted)]
-        return self._open(wanted)
+    def _skip(self, path: Path, reason: str) -> None:
+        """Rename a damaged checkpoint, so that its step can be saved again. Collective."""
+        self._run_on_main(lambda: self._set_aside(path, ".bad", f"skipping {path.name}: {reason}"))
 
-    def _open(self, path: Path) -> Checkpoint:
-        """Return a verified checkpoint, which this run continues."""
-        manifest = read_manifest(path)
-        self.own_tokens.add(manifest.get("run"))
-        return Checkpoint(path, manifest)
-
-    def _set_aside(self, path: Path, new_name: str, reason: str) -> None:
-        """Rename a checkpoint that this run does not use, and print the reason. Collective."""
-
-        def rename() -> None:
-            new_path = self._find_free_path(new_name)
-            path.rename(new_path)
-            self.run.print0(f"{reason} (kept as {new_path.name})")
-
-        if self.reads_only:
-            self.run.print0(reason)
-        else:
-            self._run_on_main(rename)
-
-    def _find_damage_on_all(self, path: Path) -> str | None:
-        """Return what is damaged in a checkpoint, whose files are divided among the ranks; None if nothing is."""
-        return next((reason for reason in self._run_on_all(partial(self._find_damage, path)) if reason), None)
-
-    def _find_damage(self, path: Path) -> str | None:
-        """Verify this rank's part of a checkpoint's files.
-
-        Returns:
-            What is damaged; None if nothing is.
-        """
-        try:
-            verify_files(path, read_manifest(path), self.run.rank, self.run.world_size)
-            return None
-        except DamagedCheckpoint as reason:
-            return str(reason)
-
-    def _find_free_path(self, name: str) -> Path:
-        existing = [p.name for p in self.root.iterdir()]
-        names = [name, *(f"{name}.{i}" for i in range(2, len(existing) + 3))]
-        return self.root / next(n for n in names if n not in existing)
+    def _set_aside(self, path: Path, prefix: str, reason: str) -> None:
+        """Rename a checkpoint that this run does not use, and print the reason."""
+        names = (f"{prefix}-{path.name}" + (f".{i}" if i > 1 else "") for i in itertools.count(1))
+        new_path = next(self.root / name for name in names if not is_present(self.root / name))
+        path.rename(new_path)
+        self.run.print0(f"{reason} (kept as {new_path.name})")
 
     def is_save_due(self, minutes: float) -> bool:
         """Return whether this rank requests a save. On rank 0, a save is due `minutes` after the last one.
@@ -158,7 +119,7 @@ class CheckpointDirectory:
         Args:
             minutes: time between two saves; 0 turns these saves off.
         """
-        if self.failure:
+        if self.saving and self.saving.done() and self.saving.exception():
             return True
         return self.run.is_main and minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
 
@@ -188,82 +149,58 @@ class CheckpointDirectory:
         """
         self.drain()
         self.last_save = time.monotonic()
-        for path in self.newer:
-            self._set_aside(path, f".newer-{path.name}", f"{path.name} is newer than --resume_step")
-        self.newer = []
         final = self.root / f"step-{step:08d}"
-        if self._run_on_all(lambda: self.run.is_main and self._update_if_saved(final, fields), final)[0]:
-            return final
-        if copy:
+        is_saved = self._run_on_all(lambda: self.run.is_main and self._prepare_save(step, final, fields), final)[0]
+        self.chosen_step = math.inf
+        self.own_steps.add(step)
+        if copy and not is_saved:
             self._run_on_all(copy, self.root / f".tmp-{final.name}")
-            self._run_in_background(lambda: self._save(final, step, write, fields), self._delete_old)
-        else:
+            self.saving = self.thread.submit(self._save, final, step, write, fields)
+        elif not is_saved:
             self._save(final, step, write, fields)
-            self._run_in_background(self._delete_old)
         return final
 
-    def _update_if_saved(self, final: Path, fields: Manifest) -> bool:
-        """Return whether this run has already saved the step. If so, update its best validation loss.
+    def _prepare_save(self, step: int, final: Path, fields: Manifest) -> bool:
+        """Set checkpoints aside that are newer than --resume_step. Return whether this run has already saved this step.
 
-        A signal may have saved the step before its evaluation.
+        A signal may have saved the step before its evaluation, so the best validation loss in its manifest is updated.
+        The directory is created again if it was deleted or moved away.
 
         Raises:
             ConfigError: the directory, or the checkpoint of this step, belongs to another run.
-        """
-        self._ensure_directory()
-        if not is_present(final):
-            return False
-        try:
-            manifest = read_manifest(final)
-        except DamagedCheckpoint as reason:
-            raise ConfigError(f"{final.name} already exists, and {reason}: move it away") from None
-        if manifest.get("run") not in self.own_tokens:
-            raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
-        best = {"best_val_loss": fields["best_val_loss"]} if "best_val_loss" in fields else {}
-        if manifest != (updated := {**manifest, **best}):
-            write_and_sync(self.root / ".tmp-manifest", serialize_manifest(updated))
-            os.replace(self.root / ".tmp-manifest", final / "manifest.json")
-            fsync_path(final)
-        return True
-
-    def _ensure_directory(self) -> None:
-        """Check that the directory still belongs to this run. Create it again if it was deleted or moved away.
-
-        Raises:
-            ConfigError: it belongs to another run.
+            DamagedCheckpoint: the manifest of this step is damaged.
         """
         if self.run.lock and (warning := self.run.lock.ensure_directory()):
             self.run.print0(warning)
         self.root.mkdir(exist_ok=True)
+        for path in step_directories(self.root.parent):
+            if int(path.name[5:]) > self.chosen_step:
+                self._set_aside(path, ".newer", f"{path.name} is newer than --resume_step")
+        if not is_present(final):
+            return False
+        if step not in self.own_steps:
+            raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
+        manifest = read_manifest(final)
+        if manifest.get("best_val_loss") != (best := fields.get("best_val_loss")):
+            updated = serialize_manifest({**manifest, "best_val_loss": best})
+            write_and_sync(self.root / ".tmp-manifest", updated)
+            os.replace(self.root / ".tmp-manifest", final / "manifest.json")
+            fsync_path(final)
+        return True
 
     def drain(self) -> None:
-        """Wait until an asynchronous save is complete and old checkpoints are deleted. Collective.
+        """Wait until an asynchronous save is complete. Collective.
 
         Raises:
             SaveError: the save failed.
         """
-        if self.save_thread:
-            self.save_thread.join()
-        failure, self.save_thread, self.failure = self.failure, None, None
-        if failure:
-            raise failure
-
-    def _run_in_background(self, *tasks: Callable[[], None]) -> None:
-        """Run tasks in another thread, while training continues. `drain` waits for them, and raises their failure."""
-
-        def store_failure() -> None:
-            try:
-                if self.run.device.type == "cuda":  # a new thread would use GPU 0, and create a context on it
-                    torch.cuda.set_device(self.run.device)
-                for task in tasks:
-                    task()
-            except BaseException as failure:
-                self.failure = failure
-
-        self.save_thread = threading.Thread(target=store_failure)
-        self.save_thread.start()
+        saving, self.saving = self.saving, None
+        if saving:
+            saving.result()
 
     def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
+        if self.run.device.type == "cuda":
+            torch.cuda.set_device(self.run.device)  # another thread would use GPU 0, and create a context on it
         temporary = self.root / f".tmp-{final.name}"
         self._run_on_main(lambda: self._create_temporary(temporary), temporary)
         new_files = NewFiles(temporary, self.run.group, self.run.report_progress)
@@ -274,10 +211,12 @@ class CheckpointDirectory:
 
         records = self._run_on_all(write_files, temporary)
         files = sorted((file for each in records for file in each), key=lambda file: file["name"])
-        environment = {"run": self.run.token, "world_size": self.run.world_size, "versions": collect_versions()}
-        manifest = {**fields, **environment, "step": step, "files": files}
+        manifest = {**fields, "step": step, "files": files, "versions": collect_versions()}
+        manifest |= {"run": self.run.token, "world_size": self.run.world_size}
         self._run_on_main(lambda: self._publish(temporary, final, manifest), temporary)
         self.run.print0(f"saved {final}")
+        if self.run.is_main:
+            self._delete_old()
 
     def _create_temporary(self, temporary: Path) -> None:
         """Create the directory of a save, and delete those of earlier saves that were killed."""
@@ -301,32 +240,24 @@ class CheckpointDirectory:
 
         The manifest and the sizes of the files are checked. The hashes were computed when the files were written, and
         are not compared: reading a checkpoint again takes as long as a save. A checkpoint that cannot be read or
-        deleted now is kept, and checked again after the next save.
+        deleted now is kept, and checked again after the next save. Nothing is deleted in the directory of another run.
         """
-        if not self.run.is_main:
-            return
         complete: list[Manifest] = []
         old = []
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, OSError):
             for path in step_directories(self.root.parent):
                 if len(complete) >= self.keep_checkpoints:
                     old.append(path)
                     continue
                 with contextlib.suppress(DamagedCheckpoint):
                     manifest = read_manifest(path)
-                    if all(size_of(path / f["name"]) == f["size"] for f in manifest["files"]):
+                    if all(size_of(path / file["name"]) == file["size"] for file in manifest["files"]):
                         complete.append(manifest)
             best = find_best(old, complete[0].get("best_val_loss")) if old else None
             for path in old:
-                if path != best:
-                    self._delete(path)
-
-    def _delete(self, path: Path) -> None:
-        """Delete a checkpoint, unless the directory now belongs to another run. Rename it first: a kill during the
-        deletion must not leave an incomplete `step-*` directory."""
-        with contextlib.suppress(OSError):
-            if not self.run.lock or self.run.lock.is_ours():
-                remove(path.rename(self.root / f".tmp-old-{path.name}"))
+                if path != best and (not self.run.lock or self.run.lock.is_ours()):
+                    # A kill during the deletion must not leave an incomplete `step-*` directory.
+                    remove(path.rename(self.root / f".tmp-old-{path.name}"))
 
     def _run_on_main(self, task: Callable[[], Any], save_path: Path | None = None) -> None:
         """Run a task on rank 0; if it fails, raise on all ranks."""
@@ -369,16 +300,11 @@ class CheckpointDirectory:
 
 
 def describe_failure(error: Exception, folder: Path) -> str:
-    """Return why a read or a write below `folder` failed.
-
-    torch's writer reports a full disk as a RuntimeError, so the free space is checked too.
-    """
+    """Return why a read or a write below `folder` failed. torch's writer reports a full disk as a RuntimeError."""
     if isinstance(error, ConfigError):
         return str(error)
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    with contextlib.suppress(OSError):
-        is_full = is_full or shutil.disk_usage(folder).free < 1 << 20
-    if is_full:
+    if folder.exists() and shutil.disk_usage(folder).free < 1 << 20:
         return f"the disk of {folder} is full: free some space"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return f"{folder} cannot be used ({type(error).__name__}: {reason}): fix this, or choose another --out_dir"
+    return (
+        f"{folder} cannot be used ({type(error).__name__}: {quote_cause(error)}): fix this, or choose another --out_dir"
+    )

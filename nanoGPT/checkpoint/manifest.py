@@ -1,27 +1,31 @@
-"""The manifest of a checkpoint: its metadata, the size and hash (SHA-256) of every file, and its own hash.
+"""The files of a checkpoint: hash them while they are written, and find and verify the checkpoints of a run.
 
-Nothing is repaired. If a checkpoint fails the verification, the reason is reported, and a resume skips the checkpoint.
+The manifest of a checkpoint has its metadata, the size and hash (SHA-256) of every file, and its own hash. Nothing is
+repaired. If a checkpoint fails the verification, the reason is reported, and a resume skips the checkpoint.
 """
 
 import contextlib
 import hashlib
+import io
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Any
 
-from nanoGPT.dataset import DataIdentity
+import torch.distributed as dist
+
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT, NotAFile, is_directory, is_present, list_directory, read_document, sha256_of, size_of
-from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256, Size, check_schema
-from nanoGPT.tokenizer import check_tokenizer
+from nanoGPT.files import ABSENT, is_present, list_directory, read_document, sha256_of, size_of
 from nanoGPT.train_config import StepChoice
 
 Manifest = dict[str, Any]
-DELETED = "was deleted while it was read, for example by a run that saves newer checkpoints: run the command again"
 STEP = re.compile("step-[0-9]{8,}")  # the name of a checkpoint's directory
+SYNC_BYTES = 256 << 20  # flush to the disk after so many bytes, so that no write takes longer than a hang
 
 
 class DamagedCheckpoint(Exception):
@@ -40,49 +44,6 @@ class Checkpoint:
         return int(self.manifest["step"])
 
 
-class FileRecord(TypedDict):
-    """The entry of one file in a manifest."""
-
-    name: FileName
-    size: Count
-    sha256: Sha256
-
-
-class ManifestFields(TypedDict):
-    """The fields that every manifest has."""
-
-    step: Count
-    world_size: Annotated[int, Meta(ge=1, le=2**20)]
-    run: NotRequired[str]
-    versions: dict[str, str]
-    files: Annotated[list[FileRecord], Meta(min_length=1, max_length=10**6)]
-    sha256: Sha256
-
-
-class ModelArgs(TypedDict):
-    """The shape of a GPT."""
-
-    n_layer: Annotated[int, Meta(ge=1, le=10_000)]
-    n_head: Size
-    n_embd: Annotated[int, Meta(ge=1, le=2**20)]
-    block_size: Size
-    bias: bool
-    vocab_size: Size
-    dropout: Annotated[float, Meta(ge=0, lt=1)]
-    gelu: NotRequired[Literal["none", "tanh"]]
-
-
-class TrainingManifestFields(ManifestFields):
-    """The fields that the manifest of a training run has."""
-
-    phase: str
-    config: dict[str, Any]
-    model_args: ModelArgs
-    data: DataIdentity
-    best_val_loss: float
-    grad_scaler: dict[str, Any]
-
-
 def step_directories(out_dir: Path) -> list[Path]:
     """Return all directories of a run that have the name of a checkpoint, newest first.
 
@@ -91,7 +52,7 @@ def step_directories(out_dir: Path) -> list[Path]:
     """
     root = out_dir / "checkpoints"
     steps = sorted((name for name in list_directory(root) if STEP.fullmatch(name)), key=lambda name: -int(name[5:]))
-    return [root / name for name in steps if is_directory(root / name)]
+    return [root / name for name in steps]
 
 
 def choose_step(out_dir: Path, step: StepChoice) -> Path:
@@ -103,13 +64,12 @@ def choose_step(out_dir: Path, step: StepChoice) -> Path:
     paths = step_directories(out_dir)
     if step == "best":
         newest = next((manifest for _, manifest in read_manifests(out_dir)), {})
-        path, name = find_best(paths, newest.get("best_val_loss")), "with a validation loss"
+        path = find_best(paths, newest.get("best_val_loss"))
     else:
-        path, name = next((path for path in paths if int(path.name[5:]) == step), None), f"step-{step:08d}"
+        path = next((path for path in paths if int(path.name[5:]) == step), None)
     if path is None:
-        names = ", ".join(path.name for path in paths)
-        remedy = f"choose one of {names}" if names else "give the directory of a run, which contains checkpoints/"
-        raise ConfigError(f"there is no checkpoint {name} under {out_dir / 'checkpoints'}: {remedy}")
+        names = [path.name for path in paths]
+        raise ConfigError(f"there is no checkpoint with --resume_step={step} under {out_dir}: choose one of {names}")
     return path
 
 
@@ -129,11 +89,8 @@ def find_best(paths: list[Path], best_val_loss: Any) -> Path | None:
 
 def find_newest_run(directories: Iterable[Path]) -> Path | None:
     """Return the directory whose newest checkpoint was written last; None if no directory has a checkpoint."""
-    save_times: dict[Path, float] = {}
-    for directory in directories:
-        with contextlib.suppress(FileNotFoundError, IndexError):  # a run in progress may delete an old checkpoint
-            save_times[directory] = step_directories(directory)[0].stat().st_mtime
-    return max(save_times, key=lambda directory: save_times[directory]) if save_times else None
+    newest = {directory: paths[0] for directory in directories if (paths := step_directories(directory))}
+    return max(newest, key=lambda directory: newest[directory].stat().st_mtime, default=None)
 
 
 def read_manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -166,52 +123,15 @@ def read_manifest(path: Path) -> Manifest:
     try:
         text = read_document(path / "manifest.json")
         manifest = json.loads(text)
+        if serialize_manifest(manifest) != text:
+            raise ValueError("it was changed after it was written")
     except ABSENT:
         raise DamagedCheckpoint("it has no manifest.json, so its save was not completed") from None
-    except NotAFile as error:
-        raise DamagedCheckpoint(f"its {error}") from None
-    except (ValueError, RecursionError):
-        raise DamagedCheckpoint("its manifest.json is not JSON") from None
-    try:
-        if not isinstance(manifest, dict) or serialize_manifest(manifest) != text:
-            raise DamagedCheckpoint("its manifest.json was changed after it was written")
-        step = check_schema(manifest, ManifestFields)["step"]
-    except (SchemaError, RecursionError) as error:
-        raise DamagedCheckpoint(f"its manifest.json does not describe a checkpoint ({error})") from None
-    if STEP.fullmatch(path.name) and int(path.name[5:]) != step:
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"its manifest.json is damaged: {error}") from None
+    if STEP.fullmatch(path.name) and int(path.name[5:]) != manifest["step"]:
         raise DamagedCheckpoint("its manifest.json belongs to a checkpoint of another step")
     return manifest
-
-
-def check_training(path: Path, manifest: Manifest) -> None:
-    """Check that the manifest describes the model and data of a training run.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    try:
-        fields = check_schema(manifest, TrainingManifestFields)
-        check_tokenizer(fields["data"]["tokenizer"])
-        if fields["model_args"]["n_embd"] % fields["model_args"]["n_head"]:
-            raise SchemaError("its n_embd is not divisible by its n_head")
-    except SchemaError as error:
-        raise ConfigError(
-            f"{path / 'manifest.json'} does not describe a training run ({error}): use another run or checkpoint"
-        ) from None
-
-
-def list_files(path: Path) -> list[str]:
-    """Return the names of the files in a checkpoint's manifest; all files of the directory if there is no manifest.
-
-    Raises:
-        ConfigError: the directory was deleted.
-    """
-    if not is_present(path / "manifest.json"):
-        try:
-            return list_directory(path)
-        except ABSENT:
-            raise ConfigError(f"{path} {DELETED}") from None
-    return [file["name"] for file in read_manifest(path)["files"]]
 
 
 def verify_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
@@ -233,3 +153,142 @@ def verify_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int 
             raise DamagedCheckpoint(f"{file['name']} is missing") from None
         if digest != file["sha256"]:
             raise DamagedCheckpoint(f"the hash of {file['name']} differs from the one in the manifest")
+
+
+def find_damage(path: Path, run: Runtime | None = None) -> str:
+    """Verify a checkpoint, whose files are divided among the ranks. Collective if there is a Runtime.
+
+    Returns:
+        What is damaged; "" if nothing is.
+
+    Raises:
+        ConfigError: a file could not be read. All ranks raise it.
+    """
+    damage = failure = ""
+    try:
+        verify_files(path, read_manifest(path), *((run.rank, run.world_size) if run else ()))
+    except DamagedCheckpoint as error:
+        damage = str(error)
+    except ConfigError as error:
+        failure = str(error)
+    outcomes = run.gather((damage, failure)) if run else [(damage, failure)]
+    damages, failures = zip(*outcomes, strict=True)
+    if any(failures):
+        raise ConfigError(next(filter(None, failures)))
+    return next(filter(None, damages), "")
+
+
+def find_checkpoint(
+    source: Path,
+    run: Runtime | None = None,
+    step: StepChoice = None,
+    skip: Callable[[Path, str], None] | None = None,
+) -> Checkpoint:
+    """Return a complete checkpoint: the newest one, or the one of `step`. Collective if there is a Runtime.
+
+    Args:
+        source: directory of a run; or of one checkpoint, which is then the only choice.
+        run: this rank's Runtime. Rank 0 lists the checkpoints. None: a single process.
+        step: number of updates of the checkpoint, or "best"; None: the newest one that is complete.
+        skip: called with a damaged checkpoint and the reason, before an older one is tried; None: print both.
+
+    Raises:
+        ConfigError: there is no complete checkpoint, or one could not be read.
+    """
+
+    def list_paths() -> list[Path]:
+        if step is not None:
+            return [choose_step(source, step)]
+        return [source] if is_present(source / "manifest.json") else step_directories(source)
+
+    for path in run.call_on_rank0(list_paths) if run else list_paths():
+        if not (reason := find_damage(path, run)):
+            return Checkpoint(path, read_manifest(path))
+        if step is not None or path == source:
+            raise ConfigError(f"{path} is damaged ({reason}): choose another checkpoint")
+        if skip:
+            skip(path, reason)
+        elif run is None or run.is_main:
+            print(f"skipping {path.name}: {reason}", file=sys.stderr)
+    raise ConfigError(f"there is no complete checkpoint under {source}: use the --out_dir of another run")
+
+
+# ---- the files of a new checkpoint
+
+
+class HashedFile(io.BufferedWriter):
+    """A new file that is hashed while it is written, and flushed to the disk when it is closed.
+
+    Args:
+        path: the new file; it must not exist.
+        report_progress: called at every write.
+    """
+
+    def __init__(self, path: Path, report_progress: Callable[[], None]) -> None:
+        super().__init__(io.FileIO(path, "xb"))
+        self.digest, self.report_progress, self.size, self.synced = hashlib.sha256(), report_progress, 0, 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes, and return their number."""
+        self.report_progress()
+        self.digest.update(data)
+        self.size += (length := super().write(data))
+        if self.size - self.synced >= SYNC_BYTES:
+            self.sync()
+        return length
+
+    def sync(self) -> None:
+        """Flush everything to the disk."""
+        self.flush()
+        os.fsync(self.fileno())
+        self.synced = self.size
+
+    def close(self) -> None:
+        """Close the file, after an fsync."""
+        try:
+            if not self.closed:
+                self.sync()
+        finally:
+            super().close()
+
+
+@dataclass
+class NewFiles:
+    """The files that this rank writes into a new checkpoint.
+
+    Attributes:
+        folder: a new directory, the same on every rank.
+        group: a process group with a CPU backend, of the ranks that write; None: the default group.
+        report_progress: called at every write.
+    """
+
+    folder: Path
+    group: dist.ProcessGroup | None = None
+    report_progress: Callable[[], None] = lambda: None
+    files: dict[str, HashedFile] = field(default_factory=dict)
+
+    def open(self, name: str) -> HashedFile:
+        """Open a new file of this checkpoint. The caller must close it."""
+        self.files[name] = HashedFile(self.folder / name, self.report_progress)
+        return self.files[name]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the entry of each file in the manifest: name, size in bytes, and hash."""
+        return [{"name": name, "size": f.size, "sha256": f.digest.hexdigest()} for name, f in self.files.items()]
+
+
+def write_and_sync(path: Path, text: str) -> None:
+    """Write a text file, and flush it to the disk."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,13 +1,12 @@
-"""Read the weights that a run starts from.
+"""Decide where a run starts: with random weights, with given weights, or by resuming a checkpoint.
 
-Their source is a checkpoint of any phase and number of ranks, nanoGPT's ckpt.pt, a Hugging Face directory, or the name
-of one of OpenAI's GPT-2 models.
+Weights come from a checkpoint of any phase and number of ranks, nanoGPT's ckpt.pt, a Hugging Face directory, or the
+name of one of OpenAI's GPT-2 models. A run that resumes a checkpoint needs the same model, optimizer, tokenizer, data
+and position; an evaluation needs only the model and the tokenizer.
 """
 
 import dataclasses
-import re
 import sys
-from collections import ChainMap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,29 +15,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.checks import SHAPE, check_resume, check_same_tokenizer, check_shape
-from nanoGPT.checkpoint.hugging_face import PRETRAINED, download_gpt2, read_hf, read_hf_tokenizer
-from nanoGPT.checkpoint.manifest import (
-    Checkpoint,
-    DamagedCheckpoint,
-    check_training,
-    choose_step,
-    read_manifest,
-    read_manifests,
-    verify_files,
-)
-from nanoGPT.checkpoint.training_state import LazyTensors, read_ckpt, read_full_state
-from nanoGPT.dataset import TokenData
+from nanoGPT.checkpoint.hugging_face import PRETRAINED, download_gpt2, read_hf
+from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint
+from nanoGPT.checkpoint.training_state import LazyTensors, check_shapes, read_ckpt, read_full_state, shapes_of
+from nanoGPT.dataset import GPT2_VOCAB, TokenData, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
-from nanoGPT.files import is_present, size_of
+from nanoGPT.errors import ConfigError, quote_cause
+from nanoGPT.files import is_present
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.schema import SchemaError, check_schema
-from nanoGPT.tokenizer import GPT2_VOCAB, TokenizerIdentity, check_tokenizer, make_gpt2_identity
-from nanoGPT.train_config import StepChoice, TrainConfig
+from nanoGPT.schema import check_schema
+from nanoGPT.train_config import StepChoice, TrainConfig, field_names
 
-PADDED_VOCAB = 50304
+PADDED_VOCAB, POSITIONS = 50304, "transformer.wpe.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# The fields that a model's configuration shares with that of a run. A run may change the dropout.
+SHAPE = tuple(name for name in field_names(GPTConfig) if name in field_names(TrainConfig) and name != "dropout")
 
 
 class Weights(NamedTuple):
@@ -51,13 +42,13 @@ class Weights(NamedTuple):
     """
 
     shape: GPTConfig
-    tensors: Mapping[str, Tensor]
+    tensors: LazyTensors
     tokenizer: TokenizerIdentity | None
 
 
 def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
     """Return the number of rows of the embedding. GPT-2's 50257 tokens are padded to 50304, a multiple of 64."""
-    return PADDED_VOCAB if tokenizer["vocab_size"] == GPT2_VOCAB else int(tokenizer["vocab_size"])
+    return PADDED_VOCAB if tokenizer["vocab_size"] == GPT2_VOCAB else tokenizer["vocab_size"]
 
 
 def read_starting_point(
@@ -81,14 +72,8 @@ def read_starting_point(
     """
     weights = None
     if checkpoint:
-        check_training(checkpoint.path, checkpoint.manifest)
-        if trains:
-            check_resume(config, data, checkpoint)
-        else:
-            check_shape(config, checkpoint, allows_shorter=True)
-            tokenizer, dataset = checkpoint.manifest["data"]["tokenizer"], checkpoint.manifest["config"].get("dataset")
-            check_same_tokenizer(config, data, checkpoint.path.name, tokenizer, dataset)
-        shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
+        check_resume(config, data, checkpoint, trains)
+        shape = GPTConfig(**checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
         shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": rows})
@@ -104,87 +89,97 @@ def read_starting_point(
                 f"{config.init_from}: use --block_size={shape.block_size} or less"
             )
         shape.block_size = config.block_size
-        positions = weights["transformer.wpe.weight"][: config.block_size]
-        weights = ChainMap({"transformer.wpe.weight": positions}, weights)  # type: ignore[arg-type]
+        positions = weights[POSITIONS][: config.block_size]
+        weights.data[POSITIONS] = lambda: positions
     if shape.vocab_size < data.tokenizer["vocab_size"]:
-        remedy = "a larger --vocab_size" if weights is None and not checkpoint else "a dataset with the same tokenizer"
         raise ConfigError(
             f"the model has {shape.vocab_size} rows of vocabulary, but {config.dataset} needs "
-            f"{data.tokenizer['vocab_size']}: use {remedy}"
+            f"{data.tokenizer['vocab_size']}: use a larger --vocab_size, or a dataset with the tokenizer of the weights"
         )
     shape.dropout = config.dropout
     return shape, weights
 
 
+# ---- checks of a checkpoint that is resumed or evaluated
+
+
+def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint, trains: bool = True) -> None:
+    """Check that a run uses a checkpoint with the same model, optimizer and data.
+
+    With `sampling=epoch`, a step reads batch_size * gradient_accumulation_steps sequences, and its number determines
+    which ones. Both values may change if their product does not. Random sampling has no position.
+
+    Args:
+        trains: whether the run continues the training. An evaluation may use other data with the same tokenizer, and
+            sequences that are shorter than the context of the model.
+
+    Raises:
+        ConfigError: one of them differs; the message names it.
+    """
+    name, manifest = checkpoint.path.name, checkpoint.manifest
+    saved = {"optimizer": "adamw", "sampling": "random", **manifest["config"], **manifest["model_args"]}
+    new_run = f"start a new run from its weights with --init_from={config.out_dir} and another --out_dir"
+    if trains and checkpoint.step > config.max_iters:
+        raise ConfigError(
+            f"--max_iters={config.max_iters}, but {name} is past it: raise --max_iters, or use another --out_dir"
+        )
+    has_position = trains and not config.eval_only and "epoch" in (config.sampling, saved["sampling"])
+    fields = [*SHAPE, *(["optimizer"] if trains else []), *(["sampling", "seed"] if has_position else [])]
+    for field in fields:
+        value = getattr(config, field)
+        is_shorter = not trains and field == "block_size" and value < saved[field]
+        if value not in (None, saved[field]) and not is_shorter:
+            raise ConfigError(
+                f"--{field}={value}, but {name} was trained with {field}={saved[field]}: remove the flag, or {new_run}"
+            )
+    check_same_tokenizer(config, data, name, manifest["data"]["tokenizer"], saved.get("dataset"))
+    if not trains:
+        return
+    old, new = ({**each["files"], **each.get("weights", {})} for each in (manifest["data"], data.identity))
+    if changed := sorted(key for key in {*old, *new} if old.get(key) != new.get(key)):
+        raise ConfigError(
+            f"--dataset={config.dataset} is not the data that {name} was trained on ({changed[0]} differs): use "
+            f"--dataset={saved['dataset']}, as it was, to resume, or {new_run}"
+        )
+    if has_position:
+        old, new = (each["batch_size"] * each["gradient_accumulation_steps"] for each in (saved, vars(config)))
+        if old != new:
+            raise ConfigError(
+                f"--batch_size={config.batch_size} --gradient_accumulation_steps={config.gradient_accumulation_steps} "
+                f"read {new} sequences per step, but {name} was trained with {old} and --sampling=epoch, so sequences "
+                f"would be skipped or repeated: use values with the product {old} to resume, or {new_run}"
+            )
+
+
+def check_same_tokenizer(
+    config: TrainConfig, data: TokenData, name: str, tokenizer: TokenizerIdentity, dataset: str | None = None
+) -> None:
+    """Check that weights were trained with the tokenizer of the data.
+
+    Args:
+        config: of the run.
+        data: of the run.
+        name: of the checkpoint, or of the source of the weights.
+        tokenizer: with which they were trained.
+        dataset: on which they were trained, if it is known.
+
+    Raises:
+        ConfigError: they were not, so every token id would mean another text.
+    """
+    if data.tokenizer["sha256"] != tokenizer["sha256"]:
+        remedy = f"use --dataset={dataset}" if dataset else "use a dataset that was prepared with that tokenizer"
+        raise ConfigError(
+            f"--dataset={config.dataset} has a different tokenizer ({describe_tokenizer(data.tokenizer)}) than {name} "
+            f"({describe_tokenizer(tokenizer)}): {remedy}"
+        )
+
+
+# ---- weights of any source
+
+
 def is_run(folder: Path) -> bool:
     """Return whether a directory is that of a run, or of one of its checkpoints."""
     return is_present(folder / "checkpoints") or is_present(folder / "manifest.json")
-
-
-def find_checkpoint(source: Path, run: Runtime | None = None, step: StepChoice = None) -> Checkpoint:
-    """Return a complete checkpoint of a run: the newest one, or the one of `step`. Nothing is renamed.
-
-    The function is collective if there is a Runtime.
-
-    Args:
-        source: directory of the run; or of one checkpoint, which is then the only choice.
-        run: this rank's Runtime. Rank 0 lists the checkpoints, and the ranks divide the files to hash, so that a large
-            checkpoint takes 1/N of the time. None: a single process.
-        step: number of updates of the checkpoint, or "best"; None: the newest one that is complete.
-
-    Raises:
-        ConfigError: there is no complete checkpoint, one could not be read, or other ranks do not see one of rank 0.
-    """
-
-    def list_paths() -> list[Path]:
-        if step is not None:
-            return [choose_step(source, step)]
-        return [source] if is_present(source / "manifest.json") else [path for path, _ in read_manifests(source)]
-
-    is_changing = True
-    while is_changing:  # if a training run deletes a checkpoint meanwhile, it has saved a newer one: search again
-        is_changing = False
-        paths = run.call_on_rank0(list_paths) if run else list_paths()
-        for path in paths:
-            checkpoint, reason = verify_checkpoint(path, run)
-            if checkpoint:
-                return checkpoint
-            is_visible = run.gather(is_present(path)) if run else []
-            missing_ranks = [rank for rank in range(len(is_visible)) if not is_visible[rank]]
-            is_deleted = not (run.call_on_rank0(partial(is_present, path)) if run else is_present(path))
-            if missing_ranks and not is_deleted:
-                raise ConfigError(f"ranks {missing_ranks} do not see {path}: use a directory that all nodes share")
-            is_changing = is_changing or is_deleted
-            if not is_deleted and (step is not None or path == source):
-                raise ConfigError(f"{path} is damaged ({reason}): choose another checkpoint")
-            if not is_deleted and (run is None or run.is_main):
-                print(f"skipping {path.name}: {reason}", file=sys.stderr)
-    raise ConfigError(
-        f"there is no complete checkpoint under {source}: train first, or use the --out_dir of another run"
-    )
-
-
-def verify_checkpoint(path: Path, run: Runtime | None) -> tuple[Checkpoint | None, str]:
-    """Verify a checkpoint, and return it, or None and what is damaged. Collective if there is a Runtime.
-
-    Raises:
-        ConfigError: a file could not be read, or the checkpoint does not belong to a training run. All ranks raise it.
-    """
-    rank, world_size = (run.rank, run.world_size) if run else (0, 1)
-    checkpoint, damage, failure = None, "", ""
-    try:
-        checkpoint = Checkpoint(path, read_manifest(path))
-        verify_files(path, checkpoint.manifest, rank, world_size)
-        check_training(path, checkpoint.manifest)
-    except DamagedCheckpoint as error:
-        damage = str(error)
-    except ConfigError as error:
-        failure = str(error)
-    outcomes = run.gather((damage, failure)) if run else [(damage, failure)]
-    if message := next((failure for _, failure in outcomes if failure), ""):
-        raise ConfigError(message)
-    damage = next((damage for damage, _ in outcomes if damage), "")
-    return None if damage else checkpoint, damage
 
 
 def read_weights(source: str, run: Runtime | None = None, step: StepChoice = None) -> Weights:
@@ -196,127 +191,75 @@ def read_weights(source: str, run: Runtime | None = None, step: StepChoice = Non
             that is training. None: a single process.
         step: of the checkpoint, if the source is a run; see `find_checkpoint`.
 
+    Returns:
+        The weights. An access to one raises ConfigError if a value is not finite.
+
     Raises:
         ConfigError: the source is none of these, or is not valid.
     """
     folder, tokenizer = Path(source), None
     if is_run(folder):
         checkpoint = find_checkpoint(folder, run, step)
-        manifest = checkpoint.manifest
-        content = check_weights_fit(source, manifest["model_args"], read_full_state(checkpoint.path).model)
-        return Weights(*content, manifest["data"]["tokenizer"])
-    if step is not None:
-        raise ConfigError(f"--resume_step={step} needs the directory of a run, which {source} is not: remove it")
-    if source in PRETRAINED and not folder.is_dir():
-        folder, tokenizer = download_gpt2(source), make_gpt2_identity()
-    if size_of(folder / "ckpt.pt") is not None:
-        state, rest = read_ckpt(folder / "ckpt.pt")
-        tokenizer = read_ckpt_tokenizer(source, rest)
-        content = check_weights_fit(source, rest.get("model_args"), state.model)
-    elif is_present(folder / "config.json"):
-        shape, weights = read_hf(folder)
-        tokenizer = tokenizer or read_hf_tokenizer(folder)
-        content = check_weights_fit(source, dataclasses.asdict(shape), weights)
+        state, tokenizer = read_full_state(checkpoint.path), checkpoint.manifest["data"]["tokenizer"]
+        model_args, tensors, shapes = checkpoint.manifest["model_args"], state.model, state.shapes
     else:
-        raise ConfigError(
-            f"{source} contains neither checkpoints/, ckpt.pt nor config.json: use the directory of a run or a model"
-        )
-    if tokenizer is None and content[0].vocab_size >= GPT2_VOCAB:
+        if step is not None:
+            raise ConfigError(f"--resume_step={step} needs the directory of a run, which {source} is not: remove it")
+        if source in PRETRAINED and not folder.is_dir():
+            folder, tokenizer = download_gpt2(source), make_gpt2_identity()
+        if is_present(folder / "ckpt.pt"):
+            state, rest = read_ckpt(folder / "ckpt.pt")
+            model_args, tensors, tokenizer = rest.get("model_args"), state.model, rest.get("tokenizer")
+        elif is_present(folder / "config.json"):
+            shape, tensors, stored_tokenizer = read_hf(folder)
+            model_args, tokenizer = vars(shape), tokenizer or stored_tokenizer
+        else:
+            raise ConfigError(f"{source} has neither checkpoints/, ckpt.pt nor config.json: use a run or a model")
+        shapes = shapes_of(tensors)
+    shape = check_weights_fit(source, model_args, shapes)
+    if tokenizer is None and shape.vocab_size >= GPT2_VOCAB:
         tokenizer = make_gpt2_identity()
         if run is None or run.is_main:
             print(f"{source} does not name its tokenizer: assuming GPT-2's", file=sys.stderr)
-    return Weights(*content, tokenizer)
+    readers = {name: partial(read_finite_tensor, source, tensors, name) for name in tensors}
+    return Weights(shape, LazyTensors(readers), tokenizer)
 
 
-def read_ckpt_tokenizer(source: str, content: dict[str, Any]) -> TokenizerIdentity | None:
-    """Return the tokenizer that a ckpt.pt of this project names; None if it names none, as nanoGPT's.
-
-    Raises:
-        ConfigError: it is not valid.
-    """
-    if "tokenizer" not in content:
-        return None
-    try:
-        identity = check_schema(content["tokenizer"], TokenizerIdentity)
-        check_tokenizer(identity)
-        return identity
-    except SchemaError as error:
-        raise ConfigError(f"{source} has no valid tokenizer ({error}): use another checkpoint") from None
-
-
-def check_weights_fit(
-    source: str, model_args: Any, weights: Mapping[str, Tensor]
-) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """Check that weights match the model that `model_args` describes.
-
-    Returns:
-        The shape of the model, and its weights, each of which is read when it is accessed. A read raises ConfigError if
-        a value is not finite.
-
-    Raises:
-        ConfigError: `model_args` does not describe a GPT-2, or a parameter is missing, unknown, of another shape or not
-            floating point.
-    """
-    try:
-        shape = parse_shape(model_args, list(weights))
-        with torch.device("meta"):
-            expected = {name: tuple(p.shape) for name, p in GPT(shape).named_parameters()}
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{source} does not describe a GPT-2 ({error}): use another directory") from None
-    for name in sorted(expected.keys() | weights.keys()):
-        tensor = weights.get(name)
-        expected_shape, actual_shape = expected.get(name), None if tensor is None else tuple(tensor.shape)
-        if expected_shape is None or actual_shape is None:
-            owner, other = ("its model", source) if actual_shape is None else (source, "its model")
-            raise ConfigError(f"{owner} has {name}, which {other} lacks: use other weights")
-        if actual_shape != expected_shape:
-            raise ConfigError(
-                f"{source} has {name} of shape {actual_shape}, but its model has {expected_shape}: use other weights"
-            )
-        if tensor is not None and tensor.dtype not in FLOATS:
-            raise ConfigError(f"{source} has {name} of {tensor.dtype}: use weights of {', '.join(map(str, FLOATS))}")
-    return shape, LazyTensors({name: partial(read_finite_tensor, source, weights, name) for name in weights})
-
-
-def parse_shape(model_args: Any, names: list[str]) -> GPTConfig:
-    """Return the shape that `model_args` describes.
-
-    Check that there are weights for every layer first: to build a model of 10**8 layers would take forever.
+def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.Size]) -> GPTConfig:
+    """Check that weights match the model that `model_args` describes, and return its shape.
 
     Args:
+        source: of the weights, for the message.
         model_args: as read from a file.
-        names: the names of the weights.
+        shapes: of the weights, by name.
 
     Raises:
-        ValueError, TypeError: `model_args` does not describe a GPT-2; the message names the field.
+        ConfigError: `model_args` does not describe a GPT-2, or a parameter is missing, unknown or of another shape.
     """
-    if not isinstance(model_args, dict):
-        raise TypeError("it has no model_args")
-    known = {field.name for field in dataclasses.fields(GPTConfig)}
-    if invalid := sorted({*SHAPE} - model_args.keys()) or sorted(map(str, model_args.keys() - known)):
-        raise ValueError(f"its {invalid[0]} is {'unknown' if invalid[0] in model_args else 'missing'}")
-    shape = GPTConfig.from_dict(model_args)
-    for name in SHAPE:
-        value = getattr(shape, name)
-        if type(value) is not (bool if name == "bias" else int) or not (name == "bias" or 1 <= value < 2**31):
-            raise ValueError(f"its {name} is {str(value)[:50]!r}")
-    layers = {match[1] for name in names if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
-    if shape.n_layer != len(layers):
-        raise ValueError(f"its n_layer is {shape.n_layer}, but it has the weights of {len(layers)} layers")
-    if shape.n_embd % shape.n_head:
-        raise ValueError(f"n_embd {shape.n_embd} is not divisible by n_head {shape.n_head}")
-    if shape.gelu not in ("none", "tanh"):
-        raise ValueError(f"its gelu is {str(shape.gelu)[:50]!r}")
+    try:
+        shape = GPTConfig(**check_schema(model_args, GPTConfig))
+        layers = {name.split(".")[2] for name in shapes if name.startswith("transformer.h.")}
+        if shape.n_layer != len(layers):  # to build a model of 10**8 layers would take forever
+            raise ValueError(f"its n_layer is {shape.n_layer}, but it has the weights of {len(layers)} layers")
+        if shape.n_head < 1 or shape.n_embd % shape.n_head:
+            raise ValueError(f"its n_embd {shape.n_embd} is not divisible by its n_head {shape.n_head}")
+        with torch.device("meta"):
+            expected = shapes_of(dict(GPT(shape).named_parameters()))
+    except Exception as error:  # of many kinds, if the values are arbitrary
+        raise ConfigError(f"{source} does not describe a GPT-2 ({quote_cause(error)}): use another directory") from None
+    check_shapes(source, shapes, expected)
     return shape
 
 
-def read_finite_tensor(source: str, weights: Mapping[str, Tensor], name: str) -> Tensor:
+def read_finite_tensor(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Read a parameter.
 
     Raises:
-        ConfigError: a value is NaN or infinite.
+        ConfigError: it is not floating point, or a value is NaN or infinite.
     """
-    tensor = weights[name]
+    tensor = tensors[name]
+    if tensor.dtype not in FLOATS:
+        raise ConfigError(f"{source} has {name} of {tensor.dtype}: use weights of torch.float32, for example")
     if not tensor.isfinite().all():
         raise ConfigError(f"{source} has values in {name} that are not finite: use an earlier checkpoint")
     return tensor

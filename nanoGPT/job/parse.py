@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from nanoGPT.checkpoint.checks import SHAPE
 from nanoGPT.checkpoint.hugging_face import PRETRAINED
 from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manifests, step_directories
-from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.checkpoint.starting_point import SHAPE, read_weights
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.job.command_line import command_line, join_flag_values

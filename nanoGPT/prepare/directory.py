@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoGPT.dataset import DatasetMeta, read_dataset_meta
+from nanoGPT.dataset import DatasetMeta, TokenizerIdentity, read_dataset_meta
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
 from nanoGPT.schema import SchemaError
-from nanoGPT.tokenizer import TokenizerIdentity
 
 META, PROGRESS = "meta.json", "progress.json"
 

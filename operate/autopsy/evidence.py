@@ -8,8 +8,7 @@ from typing import Any
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
-from nanoGPT.files import read_json_object
-from operate.run_files import read_by_rank, read_heartbeats, read_json_lines
+from operate.run_files import read_by_rank, read_heartbeats, read_json_lines, read_json_object
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 

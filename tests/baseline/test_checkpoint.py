@@ -19,21 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nanoGPT import files
-from nanoGPT.checkpoint import dcp_writer as shard_writer
-from nanoGPT.checkpoint import starting_point as weights_module
 from nanoGPT.checkpoint import verify as verify_module
+from nanoGPT.checkpoint.dcp_reader import SafeReader, read_shards
 from nanoGPT.checkpoint.dcp_writer import write_shards
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.hashed_files import NewFiles
-from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify_files
-from nanoGPT.checkpoint.shards import SafeReader, read_shards
+from nanoGPT.checkpoint.manifest import DamagedCheckpoint, NewFiles, read_manifest, verify_files
 from nanoGPT.checkpoint.training_state import read_full_state
-from nanoGPT.distributed.runtime import Runtime, create_runtime
-from nanoGPT.errors import ConfigError, PeerFailed, SaveError
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError, SaveError
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import CPU, MANIFEST_FIELDS, list_names, make_directory, write_bytes
-from tests.helpers.programs import DEADLINE, assert_refused, run_program, wait_until
+from tests.helpers.programs import assert_refused, run_program, wait_until
 from tests.helpers.training import call_train, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks, start_ranks
 
@@ -109,7 +106,7 @@ def test_a_failed_asynchronous_save_requests_the_next_one(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     directory.save(1, fail, {}, copy=lambda: None)
-    directory.save_thread.join()
+    directory.saving.exception()  # wait for the save
     assert directory.is_save_due(0)
     with pytest.raises(SaveError, match="step-00000001 was not saved"):
         directory.save(2, write_bytes(b"two"), {})
@@ -492,7 +489,7 @@ def read_and_delete(folder: str) -> list[str]:
 def test_a_checkpoint_deleted_while_it_is_read_is_one_error(tmp_path):
     """If a training run deletes a checkpoint whose tensors another process reads, this process ends with one error."""
     (errors,) = run_on_ranks(read_and_delete, 1, str(tmp_path))
-    assert all(error.startswith(f"{tmp_path / '0'} was deleted while it was read") for error in errors), errors
+    assert all("No such file or directory" in error or "cannot be read" in error for error in errors), errors
 
 
 def save_three_times(folder: str) -> tuple[int, int]:
@@ -522,71 +519,17 @@ def write_step(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None
     write_shards(NewFiles(path), tensors)
 
 
-def save_with_slow_planning(folder: str, max_seconds: float) -> None:
-    """Save, where rank 0 plans until both ranks have reported three times, or until its own reports have stopped.
-
-    Args:
-        max_seconds: per rank, for which reports are allowed; if this is less than a second, the reports stop.
-    """
-    shard_writer.REPORT_PERIOD, shard_writer.PLANNING_SECONDS_PER_RANK = 0.02, max_seconds
-    original = DefaultSavePlanner.create_global_plan
-    reports = [Path(folder) / f"reports-{rank}" for rank in range(2)]
-    own_reports = reports[dist.get_rank()].open("w", buffering=1)
-
-    def is_reporting() -> bool:
-        return any("report" in thread.name for thread in threading.enumerate())
-
-    def plan_slowly(planner: DefaultSavePlanner, all_plans: list) -> tuple:
-        if max_seconds < 1:
-            wait_until(lambda: not is_reporting())
-        else:
-            wait_until(lambda: all(file.exists() and file.read_text().count("\n") >= 3 for file in reports))
-        return original(planner, all_plans)
-
-    DefaultSavePlanner.create_global_plan = plan_slowly  # type: ignore[method-assign]
-    write_shards(NewFiles(Path(folder), report_progress=lambda: print("report", file=own_reports)), {})
-    wait_until(lambda: not is_reporting())
-
-
-@pytest.mark.parametrize("max_seconds", [DEADLINE, 0.1])
-def test_planning_a_save_reports_progress(max_seconds, tmp_path):
-    """While rank 0 plans, every rank reports progress, but for at most `max_seconds` times the number of ranks. After
-    the save, no more reports come."""
-    run_on_ranks(save_with_slow_planning, 2, str(tmp_path), max_seconds)
-
-
-def read_shared_index(folder: str) -> list[str]:
-    """Read the index of a checkpoint, and then a damaged one. Return the keys or the error of each, on this rank."""
-    seen, path = [], Path(folder) / "0"
-    write_step(folder, "0", {"a": torch.ones(3)})
-    for content in (None, b"not a pickle"):
-        if dist.get_rank():
-            SafeReader._read_index = None  # type: ignore[assignment,method-assign]
-        elif content:
-            (path / ".metadata").write_bytes(content)
-        try:
-            seen.append(str(list(SafeReader(path, is_shared=True).read_metadata().state_dict_metadata)))
-        except (ConfigError, PeerFailed) as error:
-            seen.append(type(error).__name__)
-    return seen
-
-
-def test_rank_0_reads_the_index_for_all_ranks(tmp_path):
-    """Rank 0 reads the index of a checkpoint and broadcasts it. If it is damaged, all ranks raise."""
-    assert run_on_ranks(read_shared_index, 2, str(tmp_path)) == [["['a']", "ConfigError"], ["['a']", "PeerFailed"]]
-
-
 def test_the_plan_of_a_save_is_made_once(tmp_path):
     """Later saves of the same tensors use the plan of the first one, and write the new values. Other tensors get a new
     plan."""
     assert run_on_ranks(save_three_times, 2, str(tmp_path))[0] == (1, 2)
     for step in range(3):
         read = {"a": torch.empty(4, 3), "b": torch.empty(2)}
-        read_shards(tmp_path / str(step), read, no_dist=True)
+        read_shards(SafeReader(tmp_path / str(step)), read, no_dist=True)
         assert read["a"][:, 0].tolist() == [10 * step, 10 * step, 10 * step + 1, 10 * step + 1]
         assert read["b"].tolist() == [step, step]
     read = {"a": torch.empty(4, 3), "c": torch.empty(3)}
-    read_shards(tmp_path / "other", read, no_dist=True)
+    read_shards(SafeReader(tmp_path / "other"), read, no_dist=True)
     assert read["a"][3, 0] == 21 and read["c"].tolist() == [1, 1, 1]
 
 
@@ -604,8 +547,7 @@ def test_a_run_does_not_start_if_the_checkpoints_cannot_be_listed(tmp_path, monk
 
 
 def test_a_checkpoint_deleted_during_verification_is_not_reported_as_damaged(tmp_path, monkeypatch, capsys):
-    """While a run trains, verification reports a checkpoint that the run deletes as deleted, and exits with code 0. An
-    export then uses the new newest checkpoint."""
+    """While a run trains, verification reports a checkpoint that the run deletes as deleted, and exits with code 0."""
     directory = make_directory(tmp_path)
     for step in (1, 2):
         directory.save(step, write_bytes(b"x"), MANIFEST_FIELDS)
@@ -621,33 +563,3 @@ def test_a_checkpoint_deleted_during_verification_is_not_reported_as_damaged(tmp
     verify_module.main(str(tmp_path))
     output = capsys.readouterr().out
     assert "step-00000002: complete" in output and "step-00000001: deleted while it was read" in output
-    (newest,) = (tmp_path / "checkpoints").glob("step-00000003")
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
-    monkeypatch.setattr(weights_module, "verify_files", lambda path, *_: delete_and_replace(path, directory))
-    assert weights_module.find_checkpoint(tmp_path).step == 4 and not newest.exists()
-
-
-def find_where_rank_1_sees_nothing(folder: str) -> str:
-    """Return the error for a damaged checkpoint that only rank 0 sees."""
-    run = create_runtime("cpu", "float32")
-    weights_module.is_present = lambda path: run.is_main and path.exists()  # type: ignore[assignment]
-    with pytest.raises(ConfigError) as failure:
-        weights_module.find_checkpoint(Path(folder), run)
-    return str(failure.value)
-
-
-def test_ranks_without_a_shared_directory_do_not_search_forever(tmp_path):
-    """If a rank does not see a checkpoint that rank 0 sees, all ranks end with an error."""
-    checkpoint = make_directory(tmp_path).save(1, write_bytes(b"x"), MANIFEST_FIELDS)
-    (checkpoint / "payload").write_bytes(b"y")
-    errors = run_on_ranks(find_where_rank_1_sees_nothing, 2, str(tmp_path))
-    assert errors == [f"ranks [1] do not see {checkpoint}: use a directory that all nodes share"] * 2
-
-
-def delete_and_replace(path: Path, directory: CheckpointDirectory) -> None:
-    """Save a newer checkpoint and delete this one, as a training run may do while its newest checkpoint is verified."""
-    if path.name == "step-00000003":
-        directory.save(4, write_bytes(b"x"), MANIFEST_FIELDS)
-        directory.drain()
-        shutil.rmtree(path)
-        raise DamagedCheckpoint("payload is missing")

@@ -14,16 +14,17 @@ import torch
 from nanoGPT import export, sample
 from nanoGPT.checkpoint import manifest as manifest_module
 from nanoGPT.checkpoint import starting_point as weights_module
-from nanoGPT.checkpoint.hugging_face import write_hf
-from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
-from nanoGPT.checkpoint.starting_point import find_checkpoint, read_weights
+from nanoGPT.checkpoint.manifest import find_checkpoint, read_manifest, serialize_manifest
+from nanoGPT.checkpoint.starting_point import read_weights
 from nanoGPT.checkpoint.training_state import read_ckpt, read_full_state
+from nanoGPT.dataset import make_char_identity
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
+from nanoGPT.export import write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.sample import SampleConfig, choose_run
-from nanoGPT.tokenizer import load_tokenizer, make_char_identity
+from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.train_config import TrainConfig
 from operate import launch
 from tests.helpers.programs import assert_refused, run_program
@@ -267,9 +268,6 @@ def test_an_export_does_not_need_memory_for_the_full_state(tmp_path):
 
 EXPORT_WITH_MEMORY_LIMIT = """
 import re, resource, sys
-from pathlib import Path
-from nanoGPT.export import main
-from nanoGPT.checkpoint.training_state import read_full_state
 
 run, to, payload = sys.argv[1:]
 now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -88,7 +88,7 @@ def test_a_save_fails_if_another_run_has_saved_the_same_step(tmp_path):
     assert read_manifest(tmp_path / "checkpoints" / "step-00000002")["run"] == first.run.token
     assert read_manifest(path)["run"] == second.run.token
     (path / "manifest.json").write_text("{")
-    with pytest.raises(SaveError, match="step-00000003 already exists, and its manifest.json is not JSON"):
+    with pytest.raises(SaveError, match="step-00000003 was not saved: .*its manifest.json is damaged"):
         second.save(3, write_bytes(b"new"), {})
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.hashed_files import NewFiles
+from nanoGPT.checkpoint.manifest import NewFiles
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPTConfig
 

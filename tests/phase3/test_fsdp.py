@@ -22,13 +22,13 @@ from bench.sharding.fsdp_options import (
     make_cells,
     run_row,
 )
-from nanoGPT.checkpoint.hashed_files import NewFiles
-from nanoGPT.checkpoint.training_state import allocate_state
+from nanoGPT.checkpoint.manifest import NewFiles
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.optim import allocate_state
 from nanoGPT.train_config import TrainConfig, field_names
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import (

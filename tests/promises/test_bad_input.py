@@ -17,7 +17,7 @@ import torch
 
 from bench.plan.plan import PlanConfig
 from nanoGPT import export
-from nanoGPT.checkpoint.shards import SafeReader
+from nanoGPT.checkpoint.dcp_reader import SafeReader
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError

@@ -12,16 +12,16 @@ import torch
 
 from nanoGPT import export, sample
 from nanoGPT.checkpoint import starting_point as weights_module
-from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer, write_hf
+from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
 from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
 from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
-from nanoGPT.dataset import TokenData
+from nanoGPT.dataset import TokenData, make_char_identity, make_gpt2_identity
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
+from nanoGPT.export import write_hf, write_hf_tokenizer
 from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
-from nanoGPT.tokenizer import load_tokenizer, make_char_identity, make_gpt2_identity
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig
@@ -98,7 +98,7 @@ def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
     for identity in (make_gpt2_identity(), make_char_identity('\n "aé书')):
         folder = tmp_path / identity["name"]
         folder.mkdir()
-        load_tokenizer(identity).write_hf(folder)
+        write_hf_tokenizer(folder, identity)
         assert read_hf_tokenizer(folder) == identity
     vocab = json.loads((tmp_path / "gpt2/vocab.json").read_text())
     merges = (tmp_path / "gpt2/merges.txt").read_text().splitlines()[1:]
@@ -158,7 +158,7 @@ def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path, capsys):
         model, _, _ = sample.load_model(str(run), step=step)
         assert torch.equal(model.transformer["wte"].weight, expected)
     for source, words in (
-        (run, "there is no checkpoint step-00000005"),
+        (run, "there is no checkpoint with --resume_step=5"),
         (sources / "hf", "needs the directory of a run"),
     ):
         with pytest.raises(ConfigError, match=words):

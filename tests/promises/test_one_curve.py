@@ -176,7 +176,7 @@ def test_a_checkpoint_saved_at_8_ranks_opens_on_every_mesh(runs, reference, tmp_
         assert gap(reference, losses(out)) <= 1e-5
     export.main(str(meshes), str(tmp_path / "hf"))
     _, trained, _ = read_weights(str(meshes))
-    _, exported = read_hf(tmp_path / "hf")
+    exported = read_hf(tmp_path / "hf")[1]
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     # The Hugging Face format always has biases.
     assert not any(exported[name].any() for name in exported.keys() - trained.keys())

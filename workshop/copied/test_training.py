@@ -31,9 +31,7 @@ def start(out: Path, ranks: int, **changes: object) -> subprocess.Popen[bytes]:
     flags = [f"--{name}={value}" for name, value in {**FLAGS, "out_dir": out, **changes}.items()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*launcher, "train.py", *flags], cwd=ROOT, env=environment, start_new_session=True
-    )
+    return subprocess.Popen([*launcher, "train.py", *flags], cwd=ROOT, env=environment, start_new_session=True)
 
 
 def read_losses(out: Path) -> dict[int, float]:

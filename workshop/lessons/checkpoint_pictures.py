@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from nanoGPT.checkpoint.shards import read_index
-from workshop.lessons.checkpoints import Chunk, Event, list_chunks, select_chunks, select_spans
+from workshop.lessons.checkpoints import Chunk, Event, list_chunks, read_index, select_chunks, select_spans
 from workshop.pictures import RANK_COLORS
 
 FILES = [f"__{rank}_0.distcp" for rank in range(4)]

@@ -17,15 +17,21 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from nanoGPT.checkpoint.dcp_reader import SafeReader
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.hashed_files import HashedFile
-from nanoGPT.checkpoint.shards import SafeReader, read_index
+from nanoGPT.checkpoint.manifest import HashedFile
 from phase3_fsdp import train as trainer
 from phase3_fsdp.sharded_checkpoint import ShardWriter
 from workshop.ranks import run_on_ranks, start_ranks
 
 Chunk = Mapping[str, Any]  # a saved part of a tensor: key, first, size, file, begin, end
 Event = tuple[str, float, float]  # kind, begin and end in seconds
+
+
+def read_index(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the full shape and the dtype of every tensor in a sharded checkpoint, by name."""
+    index = SafeReader(checkpoint).index.state_dict_metadata
+    return {key: (tensor.size, tensor.properties.dtype) for key, tensor in index.items()}
 
 
 def list_chunks(checkpoint: Path) -> list[dict[str, Any]]:
@@ -144,7 +150,7 @@ def slow_down_disk(seconds: float) -> None:
     close = HashedFile.close
 
     def slow_close(file: HashedFile) -> None:
-        time.sleep(0 if file.file.closed else seconds)  # PyTorch's writer closes each file twice
+        time.sleep(0 if file.closed else seconds)  # PyTorch's writer closes each file twice
         close(file)
 
     HashedFile.close = slow_close  # type: ignore
