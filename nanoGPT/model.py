@@ -6,7 +6,6 @@ The architecture is a Transformer decoder with LayerNorm before each sublayer (R
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -224,50 +223,6 @@ class GPT(nn.Module):
         """
         for name, param in self.named_parameters():
             draw_initial_rows(param, name, param.shape, self.config.n_layer, seed)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        vocab_size: int | None = None,
-        use_cache: bool = True,
-    ) -> Iterator[Tensor]:
-        """Continue each sequence: yield one (B, 1) column of token ids at a time.
-
-        While the text fits into block_size, keys and values are cached, and each step runs only the new token. When
-        the text is longer, the positions of all tokens shift, so each step runs the last block_size tokens.
-
-        Args:
-            idx: the text so far, (B, T), T at least 1.
-            max_new_tokens: number of columns to yield.
-            temperature: divides the logits; 0 always takes the most likely token.
-            top_k: sample only from the k most likely tokens; None: from all.
-            vocab_size: ids from this number on are padding and are never sampled; None: there is no padding.
-            use_cache: False runs the full context in each step; the text is the same.
-        """
-        caches = [KVCache() for _ in self.blocks] if use_cache else None
-        for _ in range(max_new_tokens):
-            if caches and idx.size(1) > self.config.block_size:
-                caches = None
-            context = idx[:, caches[0].length :] if caches else idx[:, -self.config.block_size :]
-            logits = self(context, caches=caches)[:, -1, :vocab_size].float()  # (B, V)
-            column = sample_tokens(logits, temperature, top_k)
-            idx = torch.cat((idx, column), dim=1)
-            yield column
-
-
-def sample_tokens(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """Sample one token per row of (B, V) logits; return their ids, (B, 1)."""
-    if temperature < 1e-5:  # dividing by it could overflow, and only the most likely token is left
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / temperature
-    if top_k is not None:
-        threshold = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-        logits = logits.masked_fill(logits < threshold, -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
 
 
 MAX_CHUNK_ELEMENTS = 2**16  # at most this many elements (or one row) per generator

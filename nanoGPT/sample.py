@@ -8,9 +8,10 @@ While the text fits into the model's context, the keys and values of earlier tok
 """
 
 import codecs
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPT, GPTConfig, KVCache
 from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
 
@@ -182,6 +183,52 @@ def validate(config: SampleConfig) -> None:
             raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use 1 or more")
 
 
+@torch.no_grad()
+def generate(
+    model: GPT,
+    idx: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    vocab_size: int | None = None,
+    use_cache: bool = True,
+) -> Iterator[Tensor]:
+    """Continue each sequence: yield one (B, 1) column of token ids at a time.
+
+    While the text fits into block_size, keys and values are cached, and each step runs only the new token. When
+    the text is longer, the positions of all tokens shift, so each step runs the last block_size tokens.
+
+    Args:
+        model: in evaluation mode.
+        idx: the text so far, (B, T), T at least 1.
+        max_new_tokens: number of columns to yield.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: sample only from the k most likely tokens; None: from all.
+        vocab_size: ids from this number on are padding and are never sampled; None: there is no padding.
+        use_cache: False runs the full context in each step; the text is the same.
+    """
+    caches = [KVCache() for _ in model.blocks] if use_cache else None
+    for _ in range(max_new_tokens):
+        if caches and idx.size(1) > model.config.block_size:
+            caches = None
+        context = idx[:, caches[0].length :] if caches else idx[:, -model.config.block_size :]
+        logits = model(context, caches=caches)[:, -1, :vocab_size].float()  # (B, V)
+        column = sample_tokens(logits, temperature, top_k)
+        idx = torch.cat((idx, column), dim=1)
+        yield column
+
+
+def sample_tokens(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Sample one token per row of (B, V) logits; return their ids, (B, 1)."""
+    if temperature < 1e-5:  # dividing by it could overflow, and only the most likely token is left
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        threshold = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
+        logits = logits.masked_fill(logits < threshold, -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
+
+
 def main(config: SampleConfig) -> None:
     """Print samples, token by token.
 
@@ -199,9 +246,8 @@ def main(config: SampleConfig) -> None:
     for _ in range(config.num_samples):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         print(decode_next(tokenizer, prompt, decoder), end="", flush=True)
-        tokens = model.generate(
-            torch.tensor([prompt], device=device), config.max_new_tokens, config.temperature, config.top_k, vocab_size
-        )
+        idx = torch.tensor([prompt], device=device)
+        tokens = generate(model, idx, config.max_new_tokens, config.temperature, config.top_k, vocab_size)
         for token in tokens:
             print(decode_next(tokenizer, [int(token)], decoder), end="", flush=True)
         print("\n" + "-" * 20, flush=True)

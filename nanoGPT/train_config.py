@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from nanoGPT.errors import ConfigError
 from nanoGPT.observers import Flags, find_shell
 
+PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, by size
 StepChoice = int | Literal["best"] | None  # a checkpoint of a run; None: the newest
 
 

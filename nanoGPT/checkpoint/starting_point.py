@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.hugging_face import PRETRAINED, download_gpt2, read_hf
 from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint
 from nanoGPT.checkpoint.training_state import LazyTensors, check_shapes, read_ckpt, read_full_state, shapes_of
 from nanoGPT.dataset import GPT2_VOCAB, TokenData, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, quote_cause
+from nanoGPT.errors import ConfigError, import_optional, quote_cause
 from nanoGPT.files import is_present
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.schema import check_schema
-from nanoGPT.train_config import StepChoice, TrainConfig, field_names
+from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig, field_names
 
 PADDED_VOCAB, POSITIONS = 50304, "transformer.wpe.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -206,12 +205,12 @@ def read_weights(source: str, run: Runtime | None = None, step: StepChoice = Non
         if step is not None:
             raise ConfigError(f"--resume_step={step} needs the directory of a run, which {source} is not: remove it")
         if source in PRETRAINED and not folder.is_dir():
-            folder, tokenizer = download_gpt2(source), make_gpt2_identity()
+            folder, tokenizer = load_hugging_face(source).download_gpt2(source), make_gpt2_identity()
         if is_present(folder / "ckpt.pt"):
             state, rest = read_ckpt(folder / "ckpt.pt")
             model_args, tensors, tokenizer = rest.get("model_args"), state.model, rest.get("tokenizer")
         elif is_present(folder / "config.json"):
-            shape, tensors, stored_tokenizer = read_hf(folder)
+            shape, tensors, stored_tokenizer = load_hugging_face(source).read_hf(folder)
             model_args, tokenizer = vars(shape), tokenizer or stored_tokenizer
         else:
             raise ConfigError(f"{source} has neither checkpoints/, ckpt.pt nor config.json: use a run or a model")
@@ -223,6 +222,11 @@ def read_weights(source: str, run: Runtime | None = None, step: StepChoice = Non
             print(f"{source} does not name its tokenizer: assuming GPT-2's", file=sys.stderr)
     readers = {name: partial(read_finite_tensor, source, tensors, name) for name in tensors}
     return Weights(shape, LazyTensors(readers), tokenizer)
+
+
+def load_hugging_face(source: str) -> Any:
+    """Return the module that reads weights of Hugging Face. It is loaded only if a run starts from them."""
+    return import_optional("nanoGPT.checkpoint.hugging_face", f"--init_from={source}")
 
 
 def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.Size]) -> GPTConfig:

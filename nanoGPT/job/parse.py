@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from nanoGPT.checkpoint.hugging_face import PRETRAINED
 from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manifests, step_directories
 from nanoGPT.checkpoint.starting_point import SHAPE, read_weights
 from nanoGPT.errors import ConfigError, did_you_mean
@@ -24,7 +23,7 @@ from nanoGPT.files import PACKAGE
 from nanoGPT.job.command_line import command_line, join_flag_values
 from nanoGPT.observers import add_flags, find_shell
 from nanoGPT.schema import SchemaError, check_schema
-from nanoGPT.train_config import GPU_DEFAULTS, C, StepChoice, TrainConfig, cpu_defaults, field_names
+from nanoGPT.train_config import GPU_DEFAULTS, PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
 NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanoGPT.checkpoint.hugging_face import PRETRAINED
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
@@ -33,7 +32,7 @@ from nanoGPT.job.out_dir import choose_out_dir, enter_out_dir
 from nanoGPT.job.parse import config_from_launcher, package_of, parse
 from nanoGPT.job.signals import listen_for_signals
 from nanoGPT.observers import Observers, find_modules
-from nanoGPT.train_config import TrainConfig, validate
+from nanoGPT.train_config import PRETRAINED, TrainConfig, validate
 
 
 def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:

@@ -10,8 +10,9 @@ from nanoGPT.checkpoint.starting_point import read_starting_point
 from nanoGPT.checkpoint.training_state import load_weights
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime, reseed
-from nanoGPT.model import GPT, GPTConfig, draw_initial_rows, sample_tokens
+from nanoGPT.model import GPT, GPTConfig, draw_initial_rows
 from nanoGPT.optim import clip_grads, configure_adamw, grad_norm, param_groups
+from nanoGPT.sample import generate, sample_tokens
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 
@@ -109,7 +110,7 @@ def test_the_cache_does_not_change_the_text(prompt):
     texts = []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        texts.append(torch.cat(list(model.generate(idx, 30, 0.9, 20, use_cache=use_cache)), dim=1))
+        texts.append(torch.cat(list(generate(model, idx, 30, 0.9, 20, use_cache=use_cache)), dim=1))
     assert torch.equal(*texts) and texts[0].shape == (2, 30)
 
 
@@ -117,7 +118,7 @@ def test_padding_tokens_are_never_sampled():
     """Ids from the limit on are padding. They are never sampled, although the untrained model assigns them
     probability."""
     model = create_small_model(vocab_size=128).eval()
-    text = torch.cat(list(model.generate(torch.zeros(4, 1, dtype=torch.long), 60, 5.0, None, 3)), dim=1)
+    text = torch.cat(list(generate(model, torch.zeros(4, 1, dtype=torch.long), 60, 5.0, None, 3)), dim=1)
     assert text.max() < 3
 
 

@@ -22,6 +22,7 @@ from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.sample import generate
 from tests.helpers.loading import measure_loading
 from tests.helpers.programs import Program
 from tests.helpers.solving import solve_each, solve_quietly
@@ -58,7 +59,7 @@ def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
     cells = [("fsdp", 3), ("offload", 2), ("tp", 1), ("tp", 4)]
     model = create_gpt().eval()
     reference = {
-        task.problem: [int(column) for column in model.generate(torch.tensor([task.ids]), task.max_new, 0.0, None, 60)]
+        task.problem: [int(column) for column in generate(model, torch.tensor([task.ids]), task.max_new, 0.0, None, 60)]
         for task in TASKS
     }
     assert len({tuple(ids) for ids in reference.values()}) > 3  # the texts differ
