@@ -18,7 +18,6 @@ from nanoGPT.model import GPT
 from nanoGPT.optim import param_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.muon import sharded_muon_groups
-from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.protocol import DataParallelOptimizer, DdpOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 
@@ -62,7 +61,8 @@ def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParall
     groups = param_groups(model, config.weight_decay)
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     if config.zero1_backend == "naive":
-        return NaiveZero1Optimizer(groups, AdamW, **adamw)
+        naive = import_optional("phase1_zero1.naive", "--zero1_backend=naive")
+        return naive.NaiveZero1Optimizer(groups, AdamW, **adamw)
     if config.zero1_backend == "torch":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # imported here, because the import takes 0.25 s
 

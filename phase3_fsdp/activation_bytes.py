@@ -7,7 +7,7 @@
 There are `B` sequences of `T` tokens, `C` channels in `nh` heads, and `V` rows of vocabulary. Without dropout a block
 saves 16 tensors of (B, T, C). With `full` checkpointing it saves 1, its input; with `selective` it saves 10, its input
 and the outputs of its matrix products. The list is not an estimate: it was recorded with
-`torch.autograd.graph.saved_tensors_hooks`, each storage once, and `tests/baseline/test_memory.py` compares its sums
+`torch.autograd.graph.saved_tensors_hooks`, each storage once, and `tests/measure/test_memory.py` compares its sums
 with the bytes that `measure/tracker.py` measures. It is valid for the uncompiled model on a CPU, with parameters
 in `dtype` (FSDP all-gathers them in this dtype; autocast would save additional copies). Dropout selects one of two
 implementations of attention:
