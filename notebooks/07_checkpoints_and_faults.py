@@ -171,7 +171,7 @@ try:
 except DamagedCheckpoint as error:
     reason = str(error)
 print("with another step:", reason)
-assert reason == "its manifest.json was changed after it was written"
+assert reason == "its manifest.json is damaged: it was changed after it was written"
 
 # %% [markdown]
 # Yes, it is detected: the SHA-256 covers every other entry of the manifest. This protects against accidents. It does

@@ -268,6 +268,9 @@ def test_an_export_does_not_need_memory_for_the_full_state(tmp_path):
 
 EXPORT_WITH_MEMORY_LIMIT = """
 import re, resource, sys
+from pathlib import Path
+from nanoGPT.export import main
+from nanoGPT.checkpoint.training_state import read_full_state
 
 run, to, payload = sys.argv[1:]
 now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

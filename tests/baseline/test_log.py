@@ -9,6 +9,7 @@ import torch
 from nanoGPT import log as log_module
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.log import Log, count_tokens, read_lines_before
+from nanoGPT.model import GPTConfig
 from nanoGPT.observers import Observer
 from tests.helpers.training import call_train, tiny, train, train_all
 from workshop.ranks import RankFailed, run_on_ranks
@@ -90,12 +91,13 @@ def test_tokens_are_counted_on_after_a_resume_with_another_batch(tmp_path):
 
 
 def log_with_a_fake_clock(out: str) -> None:
-    """Log with a peak of 256 FLOP/s and 6 FLOPs per token: an evaluation of 10 s, then two steps of 3 s."""
+    """Log on a device that runs at half of its peak: an evaluation of 10 s, then two steps of 3 s."""
     now = [0.0]
     log_module.time.perf_counter = lambda: now[0]  # type: ignore[method-assign]
     run = Runtime(*ONE_RANK)
-    log = Log(tiny("nanoGPT", out), run, 0, 6)
-    log.peak_flops = 256.0
+    shape = GPTConfig(1, 1, 8, 8, False, 16)
+    log = Log(tiny("nanoGPT", out), run, 0, shape)
+    log.peak_flops = 256 / 3 * shape.flops_per_token() / 0.5
     for stage, seconds in [("evaluation, micro-batch 0", 10), ("micro-batch 0", 2), ("update", 4)]:
         run.enter_stage(stage, 0)
         now[0] += seconds
@@ -107,7 +109,7 @@ def test_rates_are_averaged_over_the_steps_since_the_last_line(tmp_path):
     run_on_ranks(log_with_a_fake_clock, 1, str(tmp_path), show=False)
     (line,) = read_lines(tmp_path)
     assert line["step_ms"] == 3000 and line["tokens_per_second"] == pytest.approx(256 / 3)
-    assert line["mfu"] == pytest.approx(2) and line["grad_norm"] is None
+    assert line["mfu"] == pytest.approx(0.5) and line["grad_norm"] is None
 
 
 class Crash(Observer):

@@ -1,6 +1,7 @@
 """The program that measures everything that needs a GPU, in a dry run on the CPU."""
 
 import json
+import re
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_task_without_its_packages_is_skipped(place, monkeypatch):
     (place.folder / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({missing}))")
     monkeypatch.setenv("PYTHONPATH", str(place.folder))
     record = run_process(Task("options.x", 60, ("baseline", "gpt2", {})), place)
-    assert record["state"] == "skipped" and record["summary"] == "the package msgspec is missing"
+    assert record["state"] == "skipped" and re.fullmatch(r"the package \w+ is missing", record["summary"])
     assert run_process(Task("check.gelu", 60, ("gelu",)), place)["state"] == "done"
 
 

@@ -14,8 +14,9 @@ from evaluation import costs, units
 from evaluation.generation import Generator, Sampling, Task
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
+from nanoGPT.dataset import make_char_identity
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.tokenizer import CharTokenizer
+from nanoGPT.export import write_hf_tokenizer
 from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.loading import measure_loading
 from tests.helpers.solving import solve_each
@@ -72,7 +73,7 @@ def models(tmp_path_factory) -> Iterator[Path]:
         for param in model.parameters():
             param.data += 0.05 * torch.randn(param.shape)
         model.save_pretrained(folder / name)
-        CharTokenizer(CHARACTERS).write_hf(folder / name)
+        write_hf_tokenizer(folder / name, make_char_identity(CHARACTERS))
     settings = json.loads((folder / "llama" / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     (folder / "llama" / "tokenizer_config.json").write_text(json.dumps(settings))
