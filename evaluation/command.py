@@ -22,8 +22,7 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors, unbreakable_output
-from nanoGPT.job.signals import listen_for_signals
-from nanoGPT.job.start import report_job_errors
+from nanoGPT.job.start import listen_for_signals, report_job_errors
 from nanoGPT.observers import Flags
 from nanoGPT.sample import choose_run
 from operate.agreement import check_agreement

@@ -50,8 +50,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.parse import parse
 from nanoGPT.job.program import report_errors
-from nanoGPT.job.signals import handle_stop_signals
-from nanoGPT.job.start import check_run
+from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.train_config import TrainConfig
 from operate.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
 from operate.node_monitor import NodeMonitor, connect, kill_processes

@@ -40,8 +40,7 @@ from nanoGPT.job.command_line import command_line
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
 from nanoGPT.job.program import report_errors
-from nanoGPT.job.signals import handle_stop_signals
-from nanoGPT.job.start import check_run
+from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.log import append_to_log
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig

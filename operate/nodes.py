@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from nanoGPT.distributed.environment import port_number
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.signals import handle_stop_signals
+from nanoGPT.job.start import handle_stop_signals
 from operate.store import connect, is_served
 
 ERROR_SECONDS = 20.0  # how long a node that cannot start waits for the other nodes, to share its error

@@ -19,7 +19,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection, NonFiniteLoss
 from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import load_saved_config
-from nanoGPT.job.signals import handle_stop_signals
+from nanoGPT.job.start import handle_stop_signals
 from nanoGPT.train_config import C, TrainConfig
 
 ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job

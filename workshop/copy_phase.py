@@ -135,7 +135,7 @@ def write_project(package: str, to: Path, copied: list[Path]) -> None:
     values = {"title": title.split(":")[0], "config": f"config/{config}", "lesson": LESSONS[package]}
     (to / "README.md").write_text(readme.format(**values))
     shutil.copyfile(ROOT / "LICENSE", to / "LICENSE")
-    (to / ".gitignore").write_text("out/\n__pycache__/\n*.egg-info/\n.venv/\nnanoGPT/data/*/*.bin\n")
+    (to / ".gitignore").write_text("out/\nbuild/\n__pycache__/\n*.egg-info/\n.venv/\nnanoGPT/data/*/*.bin\n")
     (to / "tests").mkdir()
     shutil.copyfile(TEMPLATES / "test_training.py", to / "tests" / "test_training.py")
 

@@ -22,7 +22,7 @@ from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, write_atomically
 from nanoGPT.job.program import report_errors
-from nanoGPT.job.signals import handle_stop_signals
+from nanoGPT.job.start import handle_stop_signals
 
 SLURM = "operate/deploy/slurm.sh"
 STATES = ("pending", "running", "done", "oom", "timeout", "failed")

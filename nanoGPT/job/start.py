@@ -1,9 +1,12 @@
-"""Start and finish a run: check it, join the process group, and return the exit code of a trainer."""
+"""Start and finish a run: check it, join the process group, listen for signals, and return the exit code."""
 
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,9 +33,41 @@ from nanoGPT.errors import (
 )
 from nanoGPT.job.out_dir import choose_out_dir, enter_out_dir
 from nanoGPT.job.parse import config_from_launcher, package_of, parse
-from nanoGPT.job.signals import listen_for_signals
 from nanoGPT.observers import Observers, find_modules
 from nanoGPT.train_config import PRETRAINED, TrainConfig, validate
+
+# Terminals, schedulers and clouds announce the end of a job with one of these: to the launcher or to all processes.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
+
+def handle_stop_signals(handler: Callable[[int, Any], object]) -> dict[int, Any]:
+    """Install a handler for STOP_SIGNALS, but not for one that is ignored: nohup ignores SIGHUP.
+
+    Returns:
+        The earlier handler of each signal.
+    """
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def listen_for_signals(run: Runtime) -> None:
+    """Install handlers for STOP_SIGNALS, which stop the run at the end of a step.
+
+    On several ranks, this is the next step after which the ranks exchange their requests: within about a second.
+
+    A SIGINT more than two seconds after the first signal stops the run at once.
+    """
+    requested_at = 0.0
+
+    def request_stop(number: int, _frame: object) -> None:
+        nonlocal requested_at
+        if requested_at and number == signal.SIGINT and time.monotonic() - requested_at > 2:
+            raise KeyboardInterrupt
+        requested_at = requested_at or time.monotonic()
+        run.request_stop(signal.Signals(number).name)
+
+    if threading.current_thread() is threading.main_thread():
+        handle_stop_signals(request_stop)
 
 
 def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:

@@ -14,8 +14,7 @@ from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, NonFiniteLoss
 from nanoGPT.job.out_dir import enter_out_dir
-from nanoGPT.job.signals import STOP_SIGNALS, listen_for_signals
-from nanoGPT.job.start import start
+from nanoGPT.job.start import STOP_SIGNALS, listen_for_signals, start
 from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
 from operate.launch import find_root_cause
@@ -348,7 +347,7 @@ def test_signals_end_a_run(monkeypatch):
         signal.raise_signal(signal.SIGHUP)
         assert run.stop_reason is None
         assert not ctrl_c_interrupts() and not ctrl_c_interrupts() and run.stop_reason == "SIGINT"
-        monkeypatch.setattr("nanoGPT.job.signals.time.monotonic", lambda: now + 60)
+        monkeypatch.setattr("nanoGPT.job.start.time.monotonic", lambda: now + 60)
         signal.raise_signal(signal.SIGTERM)
         assert ctrl_c_interrupts()
     finally:
