@@ -46,14 +46,14 @@ class Flags:
 
 
 class Observer:
-    """Is told what happens in a run, in the order of these methods. By default, none of them does anything.
+    """Observes a run, which calls these methods in this order. By default, they do nothing.
 
     Args:
         config: the configuration of the run. It has the flags of all observers.
 
     Attributes:
         run: this rank's Runtime, from `start` on. `run.request_stop(reason)` and `run.request_save()` ask for a stop
-            and for a save. One rank is enough, and all ranks follow at the end of the same step, about a second later.
+            and for a save. One rank is enough: about a second later, all ranks follow at the end of the same step.
     """
 
     run: Any

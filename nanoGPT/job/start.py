@@ -36,6 +36,7 @@ from nanoGPT.job.parse import config_from_launcher, package_of, parse
 from nanoGPT.observers import Observers, find_modules
 from nanoGPT.train_config import PRETRAINED, TrainConfig, validate
 
+OWN_ERRORS = (ConfigError, NonFiniteLoss, DivergedRanks, SaveError)  # their messages need no explanation
 # Terminals, schedulers and clouds announce the end of a job with one of these: to the launcher or to all processes.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
@@ -102,12 +103,12 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
 
     Args:
         config: this rank's configuration.
-        reads_only: write nothing into out_dir, because another run may be using it, and let nobody observe the run.
+        reads_only: write nothing into out_dir, because another run may be using it. Observers only explain errors.
 
     Yields:
         This rank's Runtime.
     """
-    observers = Observers(None if reads_only else config)
+    observers = Observers(config)
     try:
         run = create_runtime(config.device, config.dtype, config.supports_mps)
         run.timeout, run.uses_autocast = config.timeout, config.uses_autocast
@@ -124,8 +125,8 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
         if not reads_only:
             enter_out_dir(run, config)
             listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
-        run.observers = observers
-        observers.start(run)
+            run.observers = observers
+            observers.start(run)
         run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
         with use_algorithms(attention, config.deterministic):
             yield run
@@ -134,11 +135,13 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
     except BaseException as error:
         if isinstance(error, DivergedRanks | NonFiniteLoss):
             run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
-        observers.end(error)
-        if sentence := observers.explain(error):
+        if not reads_only:
+            observers.end(error)
+        if not isinstance(error, OWN_ERRORS) and (sentence := observers.explain(error)):
             raise ExplainedError(sentence) from error
         raise
-    observers.end(None)
+    if not reads_only:
+        observers.end(None)
 
 
 def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: str) -> None:
