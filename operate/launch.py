@@ -276,11 +276,7 @@ def main(arguments: list[str]) -> int:
     check_node_config(place)
     meeting = Rendezvous(place)
     with meeting.share_errors():
-        config = read_config(trainer, trainer_arguments, meeting)
-        check_run(config, place.world_size, place.gpus)
-        check_memory(config, place.world_size, place.gpus)
-        if place.node_rank == 0:
-            check_credentials(read_flags(config).track)
+        config = read_checked_config(trainer, trainer_arguments, meeting)
         config = dataclasses.replace(config, out_dir=choose_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_arguments]
@@ -293,6 +289,20 @@ def main(arguments: list[str]) -> int:
     if code == 0 and place.node_rank == 0 and has_finished(config):
         show_sample(config)
     return code
+
+
+def read_checked_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> TrainConfig:
+    """Parse the trainer's arguments, and check on this node all that can be checked before any rank starts.
+
+    Raises:
+        ConfigError: the run cannot work; the message says what to do.
+    """
+    config, node = read_config(trainer, arguments, meeting), meeting.node
+    check_run(config, node.world_size, node.gpus)
+    check_memory(config, node.world_size, node.gpus)
+    if node.node_rank == 0:
+        check_credentials(read_flags(config).track)
+    return config
 
 
 def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> TrainConfig:

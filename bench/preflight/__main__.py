@@ -25,17 +25,13 @@ from bench.checks import Check, format_check, has_failed, summarize
 from bench.phases import PHASES
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from bench.preflight import node
-from measure.memory_limits import check_memory
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
-from nanoGPT.job.start import check_run
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
-from operate.credentials import check_credentials
-from operate.launch import read_config, run_one_rank, run_ranks, split_arguments, start_watchdog
+from operate.launch import read_checked_config, run_one_rank, run_ranks, split_arguments, start_watchdog
 from operate.nodes import NodeConfig, Rendezvous, check_node_config
-from operate.observer import read_flags
 
 SUBJECT_WIDTH = 16
 
@@ -83,11 +79,7 @@ def main(arguments: list[str]) -> int:
 
     meeting = Rendezvous(place)
     with meeting.share_errors():
-        config = read_config(trainer, trainer_arguments, meeting)
-        check_run(config, place.world_size, place.gpus)
-        check_memory(config, place.world_size, place.gpus)
-        if place.node_rank == 0:
-            check_credentials(read_flags(config).track)
+        config = read_checked_config(trainer, trainer_arguments, meeting)
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
     for check in check_node(config, place, phase, shape.count_params()):
         report(check)
