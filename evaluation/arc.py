@@ -13,7 +13,7 @@ from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 from msgspec import Meta
 
-from nanoGPT.schema import SchemaError, check_schema
+from nanoGPT.job.schema import SchemaError, check_schema
 
 Grid: TypeAlias = list[list[int]]
 Pair: TypeAlias = tuple[Grid, Grid]

@@ -18,8 +18,8 @@ from nanoGPT.dataset import GPT2_VOCAB
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
 from nanoGPT.model import GPTConfig
+from nanoGPT.prepare.tokenizer import Tokenizer
 from nanoGPT.sample import read_checkpoint, read_model
-from nanoGPT.tokenizer import Tokenizer
 from nanoGPT.train_config import StepChoice
 
 

@@ -22,7 +22,7 @@ from evaluation import arc
 from evaluation.arc import Grid, Pair
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import read_document
-from nanoGPT.schema import SchemaError, check_schema
+from nanoGPT.job.schema import SchemaError, check_schema
 
 GENERATED = "arc-generated"
 SUFFIXES = (".json", ".jsonl")

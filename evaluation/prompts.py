@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from evaluation.arc import COLORS
 from evaluation.problems import ArcProblem, Problem
 from nanoGPT.errors import ConfigError
-from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer
+from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer
 
 PromptForm = Literal["plain", "chat", "harmony"]
 

@@ -24,8 +24,8 @@ import torch
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, retry_reads, sha256_of, size_of
+from nanoGPT.job.schema import Count, FileName, Meta, SchemaError, Sha256, Size, read_json
 from nanoGPT.sampling import draw_in_epochs, draw_random, parse_mixture
-from nanoGPT.schema import Count, FileName, Meta, SchemaError, Sha256, Size, read_json
 from nanoGPT.train_config import TrainConfig
 
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened

@@ -27,7 +27,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPT, GPTConfig, KVCache
-from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
+from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
 
 

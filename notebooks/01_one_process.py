@@ -22,7 +22,7 @@ import torch
 from nanoGPT.distributed.runtime import reseed
 from nanoGPT.train_config import TrainConfig
 from nanoGPT.dataset import TRAIN, TokenData
-from nanoGPT.tokenizer import load_tokenizer
+from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw, grad_norm
 from nanoGPT.train import train

@@ -21,8 +21,8 @@ from nanoGPT.dataset import GPT2_VOCAB, TokenData, TokenizerIdentity, describe_t
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
 from nanoGPT.files import is_present
+from nanoGPT.job.schema import check_schema
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.schema import check_schema
 from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig, field_names
 
 PADDED_VOCAB, POSITIONS = 50304, "transformer.wpe.weight"

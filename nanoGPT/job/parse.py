@@ -21,8 +21,8 @@ from nanoGPT.checkpoint.starting_point import SHAPE, read_weights
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.job.command_line import command_line, join_flag_values
+from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.observers import add_flags, find_shell
-from nanoGPT.schema import SchemaError, check_schema
 from nanoGPT.train_config import GPU_DEFAULTS, PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed

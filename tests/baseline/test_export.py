@@ -23,8 +23,8 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
+from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.sample import SampleConfig, choose_run
-from nanoGPT.tokenizer import load_tokenizer
 from nanoGPT.train_config import TrainConfig
 from operate import launch
 from tests.helpers.programs import assert_refused, run_program

@@ -21,11 +21,11 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.files import sha256_of
 from nanoGPT.job.parse import parse
+from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from nanoGPT.prepare.directory import write_tokens
 from nanoGPT.prepare.streaming import StreamProgress, load_progress
-from nanoGPT.schema import SchemaError, check_schema
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import ROOT, tiny, train
 

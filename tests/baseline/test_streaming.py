@@ -23,7 +23,7 @@ from nanoGPT.prepare import corpus as corpora
 from nanoGPT.prepare import streaming
 from nanoGPT.prepare.corpus import Corpus, hub_corpus, parquet_corpus
 from nanoGPT.prepare.streaming import prepare_stream
-from nanoGPT.tokenizer import Gpt2Tokenizer
+from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 from tests.helpers.programs import DEADLINE
 
 DOCUMENTS = 300

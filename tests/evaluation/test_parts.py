@@ -15,8 +15,8 @@ from evaluation.prompts import HARMONY, OwnCodec, Prompter, choose_symbols
 from evaluation.settings import SolveConfig
 from evaluation.tasks import write_tasks
 from nanoGPT.errors import ConfigError
-from nanoGPT.schema import SchemaError
-from nanoGPT.tokenizer import CharTokenizer
+from nanoGPT.job.schema import SchemaError
+from nanoGPT.prepare.tokenizer import CharTokenizer
 
 TASK = {"train": [{"input": [[0, 1], [2, 3]], "output": [[1, 0], [3, 2]]}], "test": [{"input": [[4, 5]]}]}
 LETTERS = "abcdefghij"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanoGPT import export, sample
-from nanoGPT.checkpoint import starting_point as weights_module
+from nanoGPT.checkpoint import hugging_face
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
 from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
 from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
@@ -85,7 +85,7 @@ def test_an_assumed_tokenizer_is_printed(sources, capsys, monkeypatch):
     with pytest.raises(ConfigError, match="shakespeare_char has a different tokenizer"):
         start_from(dataclasses.replace(config, init_from=str(sources / "gpt2")))
     assert "does not name its tokenizer: assuming GPT-2's" in capsys.readouterr().err
-    monkeypatch.setattr(weights_module, "download_gpt2", lambda name: sources / "gpt2")
+    monkeypatch.setattr(hugging_face, "download_gpt2", lambda name: sources / "gpt2")
     with pytest.raises(ConfigError, match="shakespeare_char has a different tokenizer .* than gpt2 "):
         start_from(dataclasses.replace(config, init_from="gpt2"))
     assert start_from(dataclasses.replace(config, init_from="gpt2", dataset="shakespeare")).vocab_size == 50258
