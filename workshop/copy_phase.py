@@ -120,13 +120,13 @@ def copy_datasets(to: Path, datasets: list[str]) -> None:
 
 
 def write_project(package: str, to: Path, copied: list[Path]) -> None:
-    """Write pyproject.toml, README.md, LICENSE, .gitignore and the tests."""
+    """Write requirements.txt, pyproject.toml, README.md, LICENSE, .gitignore and the tests."""
     packages = sorted({path.relative_to(ROOT).parts[0] for path in copied})
-    dependencies = "".join(f'    "{line}",\n' for line in find_requirements(copied))
+    (to / "requirements.txt").write_text("".join(f"{line}\n" for line in find_requirements(copied)))
     (to / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n\n'
         f'[project]\nname = "{to.resolve().name}"\nversion = "0.1.0"\nrequires-python = ">=3.11"\n'
-        f"dependencies = [\n{dependencies}]\n\n"
+        'dynamic = ["dependencies"]\n\n[tool.setuptools.dynamic]\ndependencies = {file = "requirements.txt"}\n\n'
         f"[tool.setuptools.packages.find]\ninclude = {[f'{each}*' for each in packages]}\nnamespaces = false\n"
     )
     title = ast.get_docstring(ast.parse((to / "train.py").read_text())) or ""
