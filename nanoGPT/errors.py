@@ -130,7 +130,7 @@ def import_optional(module: str, flag: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{flag} needs {error.name}, which is not installed: install it, or remove the flag"
+            f"{flag} needs {error.name}, which is not here: copy or install it, or remove the flag"
         ) from None
 
 

@@ -79,7 +79,7 @@ def count_tokens(out_dir: Path, lines: list[dict[str, Any]], first_step: int, to
 
 
 class Log(Observer):
-    """The files of a run that training writes, and its printed lines. It is the first observer of the run.
+    """The files of a run that training writes, and its printed lines. It is the last observer of the run.
 
     Args:
         config: this rank's configuration.
@@ -103,7 +103,7 @@ class Log(Observer):
         tqdm.set_lock(threading.RLock())
         is_shown = run.is_main and sys.stderr.isatty()
         self.bar = tqdm(total=config.max_iters, initial=first_step, unit="step", disable=not is_shown)
-        run.observers.members.insert(0, self)
+        run.observers.members.append(self)
 
     def _open_files(self) -> int:
         """Open the files on rank 0. Return the tokens of all earlier steps."""
@@ -116,6 +116,8 @@ class Log(Observer):
                 self.run.print0(tokens)
                 return tokens_before
             self.run.print0(f"{tokens}; writing to {self.out_dir}")
+            if self.first_step >= self.config.max_iters:
+                self.run.print0(f"all {self.config.max_iters} steps are done: raise --max_iters to train on")
             steps = f"started at step {self.first_step} of {self.config.max_iters}"
             append_to_log(
                 self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)"

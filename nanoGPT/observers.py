@@ -83,7 +83,10 @@ class Observer:
         """See the results of a training step: the sum of this rank's losses, and the global gradient norm."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """See a line of metrics, as in metrics.jsonl. The loss is the mean over all ranks."""
+        """See a line of metrics, to which rank 0 may add fields: metrics.jsonl gets them too.
+
+        The loss is the mean over all ranks.
+        """
 
     def save(self, step: int, path: Path) -> None:
         """See that a checkpoint is saved after `step` updates. An asynchronous save has only begun."""
@@ -139,7 +142,7 @@ class Observers(Observer):
         return next(filter(None, (each.explain(error) for each in self.members)), None)
 
     def end(self, error: BaseException | None) -> None:
-        for each in self.members:
+        for each in reversed(self.members):
             each.end(error)
 
 
@@ -201,7 +204,13 @@ def create_class(config_class: Any, names: str) -> Any:
                 raise ConfigError(f"--observers={names}: --{field.name} exists already, so rename it in {part}")
     if not parts:
         return config_class
+
+    def check(config: Any, world_size: int) -> None:
+        for part in (*parts, config_class):
+            part.check(config, world_size)
+
     namespace = {
+        "check": check,
         "trainer_class": config_class,
         "observer_names": names,
         "__reduce__": reduce_config,

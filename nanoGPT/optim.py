@@ -1,4 +1,4 @@
-"""The optimizers, their parameter groups, the learning rate schedule, the global gradient norm, and loss scaling."""
+"""The optimizers, their parameter groups, the global gradient norm, and loss scaling."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

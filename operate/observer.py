@@ -9,7 +9,6 @@ import faulthandler
 import importlib.util
 import os
 import signal
-import sys
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +23,6 @@ from nanoGPT import observers
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
-from nanoGPT.job.program import open_dropping_stream
 from nanoGPT.train_config import C
 from operate.agreement import check_agreement
 from operate.credentials import check_credentials
@@ -62,7 +60,6 @@ class Flags(observers.Flags):
             raise ConfigError(
                 f"--track={self.track} needs a package that is not installed: run `.venv/bin/pip install -e '.[track]'`"
             )
-        super().check(world_size)
 
     @property
     def timeout(self) -> timedelta:
@@ -89,8 +86,7 @@ class Observer(observers.Observer):
 
     @classmethod
     def configure(cls, config: C) -> C:
-        """Check memory and credentials, prepare to outlive the terminal, and continue a job that was restarted."""
-        sys.stdout, sys.stderr = open_dropping_stream(sys.stdout, 1), open_dropping_stream(sys.stderr, 2)
+        """Check memory and credentials, end with the launcher, and continue a job that was restarted."""
         watch_launcher()
         ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
         check_memory(config, ranks, local_ranks)

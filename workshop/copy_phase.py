@@ -9,6 +9,7 @@ to 64 MiB, tests and a README. Nothing in it needs this repository.
 """
 
 import ast
+import json
 import re
 import shutil
 import sys
@@ -25,6 +26,8 @@ from workshop.imports import find_modules, find_needed_modules
 
 TEMPLATES = Path(__file__).parent / "copied"
 MAX_DATASET_BYTES = 64 << 20
+IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/data/*/*.bin", "nanoGPT/data/*/meta.*"]
+IGNORED.append("nanoGPT/data/.downloads/")
 PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; their other modules are those that these import
 TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.checkpoint.verify", "nanoGPT.prepare.text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
@@ -37,9 +40,13 @@ LESSONS = {
 TRAIN = r"make (?:baseline|phase\d)(?: GPUS=(?P<ranks>\d+))?(?: CONFIG=(?P<config>\S+))?"
 # Sentences that name a target of make, and what they say in a copy.
 SENTENCES = {
-    "`make data DATASET={quote(name)}`": "`python nanoGPT/data/{name}/prepare.py`",
-    "make data DATASET={quote(folder.name)}": "python {quote(f'{folder}/prepare.py')}",
-    "`make data`": "`python nanoGPT/data/shakespeare/prepare.py`",
+    "`make data DATASET={quote(name)}`": "`python -m nanoGPT.data.{name}.prepare`",
+    "make data DATASET={quote(folder.name)}": "python -m nanoGPT.data.{folder.name}.prepare",
+    "`make data`": "`python -m nanoGPT.data.shakespeare.prepare`",
+    '`make baseline DEVICE=cpu ARGS="--decay_lr=False --log_interval=1"`': "`train.py --decay_lr=False --log_interval=1`",
+    "\nIMPLEMENTATION.md lists what `train.py` adds.": "",
+    ".venv/bin/": "",
+    "start ranks with torchrun or make": "start ranks with torchrun",
     ', "\n                "or evaluate the model on several ranks with `make evaluate`': "",
     "use `make phase3`": "use the trainer of FSDP",
     " (`make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py` compares the functions of both versions)": "",
@@ -69,7 +76,11 @@ def rewrite(text: str) -> str:
         launcher = f"torchrun --standalone --nproc_per_node={match['ranks']}" if match["ranks"] else "python"
         return f"{launcher} train.py" + (f" {match['config']}" if match["config"] else "")
 
-    return re.sub(TRAIN, name_command, text)
+    text = re.sub(TRAIN, name_command, text)
+    text = re.sub(
+        r"^ *# (END )?SOLUTION\n|  # \[\w+:\w+\]$", "", text, flags=re.MULTILINE
+    )  # marks for exercises and diffs
+    return re.sub(r"# \[\w+:\w+\] ", "# ", text)
 
 
 def list_modules(package: str, datasets: list[str], shell: list[str]) -> dict[str, Path]:
@@ -94,7 +105,8 @@ def copy_modules(package: str, to: Path, datasets: list[str], shell: list[str]) 
         is_top_level = name in (f"{package}.train", f"{package}.evaluate")
         target = to / path.name if is_top_level else to / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(rewrite(path.read_text()))
+        text = rewrite(path.read_text()).replace(f"from {package}.train import", "from train import")
+        target.write_text(text)
         for table in path.parent.glob("*.json"):  # tile sizes of the kernels
             shutil.copyfile(table, target.parent / table.name)
     return list(needed.values())
@@ -120,13 +132,15 @@ def copy_datasets(to: Path, datasets: list[str]) -> None:
 
 
 def write_project(package: str, to: Path, copied: list[Path]) -> None:
-    """Write requirements.txt, pyproject.toml, README.md, LICENSE, .gitignore and the tests."""
+    """Write requirements.txt, pyproject.toml, README.md, OBSERVERS.md, LICENSE, .gitignore and the tests."""
+    web = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["web"]
     packages = sorted({path.relative_to(ROOT).parts[0] for path in copied})
     (to / "requirements.txt").write_text("".join(f"{line}\n" for line in find_requirements(copied)))
     (to / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n\n'
         f'[project]\nname = "{to.resolve().name}"\nversion = "0.1.0"\nrequires-python = ">=3.11"\n'
-        'dynamic = ["dependencies"]\n\n[tool.setuptools.dynamic]\ndependencies = {file = "requirements.txt"}\n\n'
+        f'dynamic = ["dependencies"]\n\n[project.optional-dependencies]\nweb = {json.dumps(web)}\n\n'
+        '[tool.setuptools.dynamic]\ndependencies = {file = "requirements.txt"}\n\n'
         f"[tool.setuptools.packages.find]\ninclude = {[f'{each}*' for each in packages]}\nnamespaces = false\n"
     )
     title = ast.get_docstring(ast.parse((to / "train.py").read_text())) or ""
@@ -135,7 +149,9 @@ def write_project(package: str, to: Path, copied: list[Path]) -> None:
     values = {"title": title.split(":")[0], "config": f"config/{config}", "lesson": LESSONS[package]}
     (to / "README.md").write_text(readme.format(**values))
     shutil.copyfile(ROOT / "LICENSE", to / "LICENSE")
-    (to / ".gitignore").write_text("out/\nbuild/\n__pycache__/\n*.egg-info/\n.venv/\nnanoGPT/data/*/*.bin\n")
+    (to / ".gitignore").write_text("\n".join(IGNORED) + "\n")
+    guide = (ROOT / "docs" / "observers.md").read_text().replace("phase3_fsdp/train.py", "train.py")
+    (to / "OBSERVERS.md").write_text(guide.replace("from nanoGPT.train import", "from train import"))
     (to / "tests").mkdir()
     shutil.copyfile(TEMPLATES / "test_training.py", to / "tests" / "test_training.py")
 

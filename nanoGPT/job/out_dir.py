@@ -53,13 +53,15 @@ def check_out_dir(out_dir: Path, resume: bool) -> None:
         resume: whether the run resumes from a checkpoint in out_dir.
 
     Raises:
-        ConfigError: out_dir is not writable, there is no checkpoint to resume, or a new run would mix its checkpoints
-            with existing ones.
+        ConfigError: out_dir is not writable, there is no checkpoint to resume, a new run would mix its checkpoints
+            with existing ones, or another run is writing there.
     """
     checkpoints = step_directories(out_dir)
     if resume and not checkpoints:
         raise ConfigError(f"there is no checkpoint under {out_dir} to resume: give the --out_dir of an earlier run")
     if checkpoints and not resume:
+        if is_present(out_dir / ".lock"):
+            DirectoryLock(out_dir).close()  # if another run is writing there, this is the better reason
         raise ConfigError(
             f"{out_dir} contains checkpoints up to {checkpoints[0].name}: continue with --init_from=resume, "
             "or choose another --out_dir"

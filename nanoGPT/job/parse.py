@@ -28,7 +28,7 @@ from nanoGPT.train_config import GPU_DEFAULTS, PRETRAINED, C, StepChoice, TrainC
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
 NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
     "backend": "leave it out: the backend follows the device, which --device selects",
-    "wandb_log": "use --track=wandb instead",
+    "wandb_log": "use --track=wandb instead, a flag of the observer operate",
     "wandb_project": "set the environment variable WANDB_PROJECT instead",
     "wandb_run_name": "set the environment variable WANDB_NAME instead",
 }

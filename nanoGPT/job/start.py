@@ -33,6 +33,7 @@ from nanoGPT.errors import (
 )
 from nanoGPT.job.out_dir import choose_out_dir, enter_out_dir
 from nanoGPT.job.parse import config_from_launcher, package_of, parse
+from nanoGPT.job.program import unbreakable_output
 from nanoGPT.observers import Observers, find_modules
 from nanoGPT.train_config import PRETRAINED, TrainConfig, validate
 
@@ -162,7 +163,9 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
             config = module.Observer.configure(config)
         train(config)
 
-    os._exit(report_job_errors(parse_and_train))  # do not wait for other threads, nor for the process group
+    with unbreakable_output():
+        code = report_job_errors(parse_and_train)
+    os._exit(code)  # do not wait for other threads, nor for the process group
 
 
 def report_job_errors(
