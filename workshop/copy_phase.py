@@ -43,7 +43,7 @@ SENTENCES = {
     "`make data DATASET={quote(name)}`": "`python -m nanoGPT.data.{name}.prepare`",
     "make data DATASET={quote(folder.name)}": "python -m nanoGPT.data.{folder.name}.prepare",
     "`make data`": "`python -m nanoGPT.data.shakespeare.prepare`",
-    '`make baseline DEVICE=cpu ARGS="--decay_lr=False --log_interval=1"`': "`train.py --decay_lr=False --log_interval=1`",
+    'make baseline DEVICE=cpu ARGS="--decay_lr=False --log_interval=1"': "train.py --decay_lr=False --log_interval=1",
     "\nIMPLEMENTATION.md lists what `train.py` adds.": "",
     ".venv/bin/": "",
     "start ranks with torchrun or make": "start ranks with torchrun",
@@ -77,9 +77,8 @@ def rewrite(text: str) -> str:
         return f"{launcher} train.py" + (f" {match['config']}" if match["config"] else "")
 
     text = re.sub(TRAIN, name_command, text)
-    text = re.sub(
-        r"^ *# (END )?SOLUTION\n|  # \[\w+:\w+\]$", "", text, flags=re.MULTILINE
-    )  # marks for exercises and diffs
+    # The marks of exercises and of the diffs mean nothing here.
+    text = re.sub(r"^ *# (END )?SOLUTION\n|  # \[\w+:\w+\]$", "", text, flags=re.MULTILINE)
     return re.sub(r"# \[\w+:\w+\] ", "# ", text)
 
 

@@ -104,6 +104,10 @@ def test_the_tests_of_a_copy_pass(tmp_path):
         program = Program("train.py", *flags, *more, cwd=copy, new_interpreters=True, **environment)
         assert program.wait() == 0, program.output()
     assert "resuming after 2 updates" in program.output()
+    (run,) = (path.parent.parent for path in copy.glob("out/*/checkpoints/step-00000003"))
+    words = ["evaluate.py", f"--out_dir={run}", "--device=cpu", "--eval_iters=1"]
+    program = Program(*words, cwd=copy, new_interpreters=True, **environment)
+    assert program.wait() == 0 and "validation loss" in program.output(), program.output()
 
 
 def test_wrong_copies_are_refused(tmp_path):
