@@ -143,10 +143,11 @@ def write_project(package: str, to: Path, copied: list[Path]) -> None:
         f"[tool.setuptools.packages.find]\ninclude = {[f'{each}*' for each in packages]}\nnamespaces = false\n"
     )
     title = ast.get_docstring(ast.parse((to / "train.py").read_text())) or ""
-    readme = (TEMPLATES / "README.md").read_text()
-    config = min(path.name for path in (to / "config").glob("*gpt2*.py"))
-    values = {"title": title.split(":")[0], "config": f"config/{config}", "lesson": LESSONS[package]}
-    (to / "README.md").write_text(readme.format(**values))
+    config = min((to / "config").glob("*gpt2*.py"))
+    (dataset,) = re.findall(r'^dataset = "(\w+)"', config.read_text(), re.MULTILINE)
+    values = {"title": title.split(":")[0], "config": f"config/{config.name}", "dataset": dataset}
+    readme = (TEMPLATES / "README.md").read_text().format(**values, lesson=LESSONS[package])
+    (to / "README.md").write_text(readme)
     shutil.copyfile(ROOT / "LICENSE", to / "LICENSE")
     (to / ".gitignore").write_text("\n".join(IGNORED) + "\n")
     guide = (ROOT / "docs" / "observers.md").read_text().replace("phase3_fsdp/train.py", "train.py")

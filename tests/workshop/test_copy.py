@@ -82,7 +82,7 @@ def test_a_copy_is_complete(tmp_path):
         re.findall(r"\]\(([^)]+)\)", texts["README.md"]) == []
         and "torch>=2.11" in (copy / "requirements.txt").read_text()
     )
-    for program in re.findall(r"python -m (\S+)", texts["README.md"]):
+    for program in re.findall(r"python -m ([\w.]+)", texts["README.md"]):
         assert f"{program.replace('.', '/')}.py" in files
     copy_phase("phase3", tmp_path / "watched", ("operate", "measure"))
     assert {"operate/observer.py", "measure/ledger.py", "phase3_fsdp/costs.py", "evaluate.py"} <= {
