@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from nanoGPT.train_config import StepChoice
 
 Manifest = dict[str, Any]
 STEP = re.compile("step-[0-9]{8,}")  # the name of a checkpoint's directory
-SYNC_BYTES = 256 << 20  # flush to the disk after so many bytes, so that no write takes longer than a hang
+PART_BYTES = 16 << 20  # of a file, which are written and hashed together
 
 
 class DamagedCheckpoint(Exception):
@@ -68,8 +69,9 @@ def choose_step(out_dir: Path, step: StepChoice) -> Path:
     else:
         path = next((path for path in paths if int(path.name[5:]) == step), None)
     if path is None:
-        names = [path.name for path in paths]
-        raise ConfigError(f"there is no checkpoint with --resume_step={step} under {out_dir}: choose one of {names}")
+        names = ", ".join(path.name for path in paths)
+        remedy = f"choose one of {names}" if names else "give the directory of a run, which contains checkpoints/"
+        raise ConfigError(f"there is no checkpoint with --resume_step={step} under {out_dir}: {remedy}")
     return path
 
 
@@ -221,34 +223,38 @@ class HashedFile(io.BufferedWriter):
 
     Args:
         path: the new file; it must not exist.
-        report_progress: called at every write.
+        report_progress: called for every part that is written.
     """
 
     def __init__(self, path: Path, report_progress: Callable[[], None]) -> None:
         super().__init__(io.FileIO(path, "xb"))
-        self.digest, self.report_progress, self.size, self.synced = hashlib.sha256(), report_progress, 0, 0
+        self.digest, self.report_progress, self.size = hashlib.sha256(), report_progress, 0
+        self.hasher = ThreadPoolExecutor(1)  # hashing takes as long as writing, and both release the GIL
 
     def write(self, data: Any) -> int:
-        """Append bytes, and return their number."""
-        self.report_progress()
-        self.digest.update(data)
-        self.size += (length := super().write(data))
-        if self.size - self.synced >= SYNC_BYTES:
-            self.sync()
-        return length
-
-    def sync(self) -> None:
-        """Flush everything to the disk."""
-        self.flush()
-        os.fsync(self.fileno())
-        self.synced = self.size
+        """Append bytes, and return their number. No reference to `data` remains after the call."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PART_BYTES):
+            self.report_progress()
+            part = view[start : start + PART_BYTES]
+            hashing = self.hasher.submit(self.digest.update, part)
+            try:
+                self.size += super().write(part)
+                if len(part) == PART_BYTES and hasattr(os, "posix_fadvise"):
+                    self.flush()  # the kernel begins to write to the disk, so the fsync at the end has little left
+                    os.posix_fadvise(self.fileno(), self.size - PART_BYTES, PART_BYTES, os.POSIX_FADV_DONTNEED)
+            finally:
+                hashing.result()
+        return len(view)
 
     def close(self) -> None:
         """Close the file, after an fsync."""
         try:
             if not self.closed:
-                self.sync()
+                self.flush()
+                os.fsync(self.fileno())
         finally:
+            self.hasher.shutdown()
             super().close()
 
 
