@@ -14,10 +14,10 @@ from evaluation.identity import digest_files
 from evaluation.prompts import OwnCodec, TextCodec
 from nanoGPT.checkpoint.manifest import find_checkpoint
 from nanoGPT.checkpoint.starting_point import is_run
-from nanoGPT.dataset import GPT2_VOCAB
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
 from nanoGPT.model import GPTConfig
+from nanoGPT.prepare.meta import GPT2_VOCAB
 from nanoGPT.prepare.tokenizer import Tokenizer
 from nanoGPT.sample import read_checkpoint, read_model
 from nanoGPT.train_config import StepChoice

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanoGPT.dataset import TokenData
+from nanoGPT.dataset import read_identity
 from nanoGPT.distributed.runtime import pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
@@ -78,7 +78,7 @@ def check_memory(config: TrainConfig, world_size: int, local_world_size: int) ->
     if config.init_from not in ("scratch", "resume"):
         return
     device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
-    rows = TokenData.from_config(config).tokenizer["vocab_size"]
+    rows = read_identity(config.dataset)["tokenizer"]["vocab_size"]
     is_on_cpu = device.type == "cpu" or config.min_gpu_state(world_size, local_world_size) == 0  # CPU offload
     if is_on_cpu:
         check_parameters_fit(config, rows, world_size, local_world_size)

@@ -6,7 +6,6 @@ The data loader therefore has no state to save, and a resumed run reads the same
 """
 
 import contextlib
-import hashlib
 import os
 import resource
 from bisect import bisect_right
@@ -17,87 +16,21 @@ from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, retry_reads, sha256_of, size_of
-from nanoGPT.job.schema import Count, FileName, Meta, SchemaError, Sha256, Size, read_json
+from nanoGPT.job.schema import SchemaError
+from nanoGPT.prepare.meta import DatasetMeta, TokenFile, identify, read_dataset_meta
 from nanoGPT.sampling import draw_in_epochs, draw_random, parse_mixture
 from nanoGPT.train_config import TrainConfig
 
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened
 MAX_OPEN_FILES = 32768  # more than any dataset has shards, and fewer than macOS allows
 TRAIN, EVALUATE = 0, 1  # the purpose of a batch, which is part of its random key
-GPT2_VOCAB = 50257
-GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of OpenAI's vocab.bpe
-
-
-class TokenizerIdentity(TypedDict):
-    """The tokenizer that created the token ids. Only a character tokenizer has `characters`."""
-
-    name: Literal["char", "gpt2"]
-    vocab_size: Size
-    sha256: Sha256
-    characters: NotRequired[str]
-
-
-def make_gpt2_identity() -> TokenizerIdentity:
-    """Return the identity of the GPT-2 tokenizer."""
-    return {"name": "gpt2", "vocab_size": GPT2_VOCAB, "sha256": GPT2_SHA256}
-
-
-def make_char_identity(characters: str) -> TokenizerIdentity:
-    """Return the identity of a character tokenizer, whose ids follow the order of the characters."""
-    sha256 = hashlib.sha256(characters.encode()).hexdigest()
-    return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
-
-
-def describe_tokenizer(identity: TokenizerIdentity) -> str:
-    """Return a short description for messages."""
-    return f"{identity['vocab_size']:,} " + ("characters" if identity["name"] == "char" else "tokens of GPT-2")
-
-
-class TokenFile(TypedDict):
-    """One file of token ids."""
-
-    name: FileName
-    tokens: Count
-    sha256: Sha256
-
-
-class Splits(TypedDict):
-    """The files of each split."""
-
-    train: Annotated[list[TokenFile], Meta(min_length=1, max_length=10**6)]
-    val: Annotated[list[TokenFile], Meta(min_length=1, max_length=10**6)]
-
-
-class DatasetMeta(TypedDict):
-    """The `meta.json` of a prepared dataset. `source` describes the text that it was prepared from."""
-
-    source: NotRequired[dict[str, Any]]
-    tokenizer: TokenizerIdentity
-    dtype: Literal["uint16", "uint32"]
-    splits: Splits
-
-
-def read_dataset_meta(folder: Path) -> DatasetMeta:
-    """Read a dataset's meta.json.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: the file does not exist.
-        SchemaError: the file does not describe a dataset.
-        ConfigError: the file could not be read.
-    """
-    meta = read_json(folder / "meta.json", DatasetMeta)
-    if meta["tokenizer"]["name"] == "char" and "characters" not in meta["tokenizer"]:
-        raise SchemaError("the tokenizer's characters are missing")
-    if meta["dtype"] == "uint16" and meta["tokenizer"]["vocab_size"] > 1 << 16:
-        raise SchemaError("ids of this vocab_size do not fit into uint16")
-    return meta
 
 
 def find_dataset(name: str) -> Path:
@@ -225,12 +158,6 @@ class Dataset:
     meta: DatasetMeta
     splits: dict[str, Split]
 
-    @property
-    def hashes(self) -> dict[str, str]:
-        """The hash of each file, by name."""
-        files = [*self.meta["splits"]["train"], *self.meta["splits"]["val"]]
-        return {file["name"]: file["sha256"] for file in files}
-
 
 def open_dataset(folder: Path, weight: int, block_size: int, stride: int) -> Dataset:
     """Open a prepared dataset.
@@ -244,12 +171,7 @@ def open_dataset(folder: Path, weight: int, block_size: int, stride: int) -> Dat
     Raises:
         ConfigError: it is damaged, or shorter than a sequence.
     """
-    try:
-        meta = read_dataset_meta(folder)
-    except SchemaError as error:
-        raise ConfigError(
-            f"{folder}/meta.json does not describe a dataset ({error}): delete it and prepare the dataset again"
-        ) from None
+    meta = read_meta(folder)
     dtype, files = np.dtype(meta["dtype"]).newbyteorder("<"), meta["splits"]
     tokens = {"train": [file["tokens"] for file in files["train"]], "val": [file["tokens"] for file in files["val"]]}
     split = min(tokens, key=lambda name: max(tokens[name]))  # the one with the shorter longest file
@@ -286,6 +208,25 @@ def find_mixture(dataset: str) -> list[tuple[Path, int]]:
             "directory if these are two datasets"
         )
     return mixture
+
+
+def read_identity(dataset: str) -> dict[str, Any]:
+    """Return the identity of the data that `--dataset` names, from the files meta.json alone."""
+    return identify([(path.resolve().name, weight, read_meta(path)) for path, weight in find_mixture(dataset)])
+
+
+def read_meta(folder: Path) -> DatasetMeta:
+    """Read the meta.json of a prepared dataset.
+
+    Raises:
+        ConfigError: it does not describe a dataset.
+    """
+    try:
+        return read_dataset_meta(folder)
+    except SchemaError as error:
+        raise ConfigError(
+            f"{folder}/meta.json does not describe a dataset ({error}): delete it and prepare the dataset again"
+        ) from None
 
 
 class TokenData:
@@ -334,14 +275,8 @@ class TokenData:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The identity of the data in a checkpoint: the tokenizer, and the hash (SHA-256) of each file by name.
-
-        For a mixture, it also has the weight of each dataset, and the names of the files begin with `<dataset>/`.
-        """
-        if len(self.datasets) == 1:
-            return {"tokenizer": self.tokenizer, "files": self.datasets[0].hashes}
-        files = {f"{each.name}/{file}": sha256 for each in self.datasets for file, sha256 in each.hashes.items()}
-        return {"tokenizer": self.tokenizer, "files": files, "weights": {d.name: d.weight for d in self.datasets}}
+        """The identity of the data in a checkpoint."""
+        return identify([(each.name, each.weight, each.meta) for each in self.datasets])
 
     def batch(self, split: str, purpose: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read one micro-batch.

@@ -27,13 +27,13 @@ from nanoGPT.checkpoint.hugging_face import CONV1D
 from nanoGPT.checkpoint.manifest import find_checkpoint
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.checkpoint.training_state import EMBEDDING, HEAD, FullState, order_for_optimizer, read_full_state
-from nanoGPT.dataset import GPT2_VOCAB, TokenizerIdentity
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.download import TIKTOKEN_FILES
+from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity
 from nanoGPT.train_config import StepChoice
 
 LAYER = ("ln_1.weight", "ln_2.weight", *CONV1D)  # the parameters of a layer, without biases

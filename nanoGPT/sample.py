@@ -21,12 +21,12 @@ from torch import Tensor
 from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint, find_newest_run
 from nanoGPT.checkpoint.starting_point import is_run, read_weights
 from nanoGPT.checkpoint.training_state import load_weights, read_full_state
-from nanoGPT.dataset import TokenizerIdentity
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPT, GPTConfig, KVCache
+from nanoGPT.prepare.meta import TokenizerIdentity
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
 

@@ -326,9 +326,9 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):
         ranks = count_usable_ranks(config, nodes * elastic.gpus)
-        data = check_run(config, ranks, elastic.gpus)
+        check_run(config, ranks, elastic.gpus)
         check_memory(config, ranks, elastic.gpus)
-    inputs = describe_inputs(config, data) | {"GPUS": elastic.gpus}
+    inputs = describe_inputs(config) | {"GPUS": elastic.gpus}
     return take_part(elastic, [str(trainer), *trainer_arguments], config, inputs)
 
 

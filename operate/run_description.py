@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.dataset import TokenData
+from nanoGPT.dataset import read_identity
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import PACKAGE
 from nanoGPT.train_config import TrainConfig
@@ -27,20 +27,20 @@ NOT_COMPARED = ("out_dir",)  # CheckpointDirectory checks with a file that all r
 
 def describe_run(config: TrainConfig, run: Runtime) -> dict[str, Any]:
     """Return a description of this rank's run as JSON types. Each item must be equal on all ranks."""
-    return describe_inputs(config, TokenData.from_config(config)) | {
+    return describe_inputs(config) | {
         "the device": run.device.type,
         "the dtype": str(run.dtype).removeprefix("torch."),
         "the weights to start from": describe_starting_point(config.init_from),
     }
 
 
-def describe_inputs(config: TrainConfig, data: TokenData) -> dict[str, Any]:
+def describe_inputs(config: TrainConfig) -> dict[str, Any]:
     """Return a description of a run's flags, data and code as JSON types. It does not change while a run trains."""
     flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_COMPARED}
     description = {f"--{name}": value for name, value in flags.items()}
     description |= {
         "the trainer": f"{type(config).__module__}.{type(config).__qualname__}",
-        "the prepared data": compute_digest(json.dumps(data.identity, sort_keys=True).encode()),
+        "the prepared data": compute_digest(json.dumps(read_identity(config.dataset), sort_keys=True).encode()),
         "the code": digest_code(),
         "the version of python": ".".join(platform.python_version_tuple()[:2]),
     }

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanoGPT.checkpoint.training_state import EMBEDDING, HEAD, LazyTensors, are_tied, shapes_of
-from nanoGPT.dataset import GPT2_VOCAB, TokenizerIdentity, make_char_identity, make_gpt2_identity
 from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause
 from nanoGPT.files import is_present, list_directory, read_document
 from nanoGPT.model import GPTConfig
+from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, make_char_identity, make_gpt2_identity
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
 GPT2_TOKENS_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # of its tokens, one per line

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint
 from nanoGPT.checkpoint.training_state import LazyTensors, check_shapes, read_ckpt, read_full_state, shapes_of
-from nanoGPT.dataset import GPT2_VOCAB, TokenData, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
+from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
 from nanoGPT.files import is_present
 from nanoGPT.job.schema import check_schema
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
 from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig, field_names
 
 PADDED_VOCAB, POSITIONS = 50304, "transformer.wpe.weight"

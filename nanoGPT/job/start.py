@@ -72,11 +72,8 @@ def listen_for_signals(run: Runtime) -> None:
         handle_stop_signals(request_stop)
 
 
-def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> TokenData:
+def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> None:
     """Check everything that can be checked before a process group starts and before any file is written.
-
-    Returns:
-        The run's data.
 
     Raises:
         ConfigError: the run cannot work; the message says what to do.
@@ -92,7 +89,7 @@ def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> To
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory"
             f"{suggestion}"
         )
-    return TokenData.from_config(config)
+    TokenData.from_config(config)  # the trainer opens it again
 
 
 @contextlib.contextmanager

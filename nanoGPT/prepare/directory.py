@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoGPT.dataset import DatasetMeta, TokenizerIdentity, read_dataset_meta
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
 from nanoGPT.job.schema import SchemaError
+from nanoGPT.prepare.meta import DatasetMeta, TokenizerIdentity, read_dataset_meta
 
 META, PROGRESS = "meta.json", "progress.json"
 

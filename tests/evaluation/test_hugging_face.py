@@ -14,9 +14,9 @@ from evaluation import costs, units
 from evaluation.generation import Generator, Sampling, Task
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
-from nanoGPT.dataset import make_char_identity
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.export import write_hf_tokenizer
+from nanoGPT.prepare.meta import make_char_identity
 from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.loading import measure_loading
 from tests.helpers.solving import solve_each

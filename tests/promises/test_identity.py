@@ -15,13 +15,14 @@ from nanoGPT.checkpoint import hugging_face
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
 from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
 from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
-from nanoGPT.dataset import TokenData, make_char_identity, make_gpt2_identity
+from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf, write_hf_tokenizer
 from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
+from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig
