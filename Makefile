@@ -17,6 +17,7 @@ GPU ?= h100
 SUITE ?= scaling
 PHASE ?= phase3
 TO :=
+FROM :=
 WITH :=
 NODES ?= 1:1
 PORT ?= 29400
@@ -113,8 +114,8 @@ sample: .venv/.core  ## generate text from RUN=out/...; without RUN, from the ne
 	@$(PY) -m nanoGPT.sample $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 evaluate: .venv/.core data  ## solve problems with the model of RUN=out/... on GPUS ranks; without RUN, of the newest run
 	@$(PY) -m evaluation --gpus=$(GPUS) $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
-copy: .venv/.core data  ## copy PHASE=phase3 and what it needs of the core into a directory TO=DIR; WITH=operate,measure: also the shell
-	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)" $(if $(WITH),--shell=$(WITH))
+copy: .venv/.core data  ## copy PHASE=phase3 and what it needs of the core into a directory TO=DIR; WITH=operate,measure: also these observers
+	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)" $(if $(WITH),--packages=$(WITH))
 
 ##@ operate
 preflight: .venv/.core data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute

@@ -4,7 +4,7 @@ import importlib
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
-from nanoGPT.observers import add_flags, find_shell
+from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import TrainConfig
 
 ROOT = PACKAGE.parent
@@ -34,4 +34,4 @@ def load_config_class(phase: str) -> type[TrainConfig]:
     Raises:
         ConfigError: the phase is unknown.
     """
-    return add_flags(importlib.import_module(f"{find_package(phase)}.train").Config, find_shell())
+    return add_flags(importlib.import_module(f"{find_package(phase)}.train").Config, find_default_observers())

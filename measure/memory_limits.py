@@ -1,4 +1,4 @@
-"""How much memory a rank may use, how much it uses, and whether a model can fit.
+"""Read the memory limits and the memory of a rank, and check whether a model can fit.
 
 For CPU memory, the smallest of several limits applies: the memory of the node, the `ulimit` of this process, and the
 limit that a container or a batch system sets for all processes of the job.

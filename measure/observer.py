@@ -41,14 +41,14 @@ class Observer(observers.Observer):
         self.flags = observers.read_flags(config, Flags)
         self.ledger: Ledger | None = None
         self.diagnostics: Diagnostics | None = None
-        self.step = contextlib.ExitStack()
+        self.step_contexts = contextlib.ExitStack()
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Print how the model is sharded, and prepare the measurements."""
         formulas = find_formulas(type(self.config))
         if hasattr(formulas, "describe_sharding"):
             self.run.print0(formulas.describe_sharding(model, self.config, self.run))
-        if self.flags.ledger:  # of the third step
+        if self.flags.ledger:  # the ledger measures the third step of a run
             self.ledger = Ledger(self.config, self.run, first_step + 2, model, optimizer, formulas.step_costs)
         if interval := self.flags.diagnostics_interval:
             self.diagnostics = Diagnostics(self.config, self.run, interval, model, optimizer)
@@ -56,20 +56,20 @@ class Observer(observers.Observer):
     def begin_step(self, step: int) -> None:
         """Count the collectives and the memory of the step, and read its gradients and activations."""
         if self.ledger:
-            self.step.enter_context(self.ledger.watch(step))
+            self.step_contexts.enter_context(self.ledger.watch(step))
         if self.diagnostics:
-            self.step.enter_context(self.diagnostics.watch(step))
+            self.step_contexts.enter_context(self.diagnostics.watch(step))
 
     def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
         """Write what was measured in the step, and compare the ranks."""
-        self.step.close()
+        self.step_contexts.close()
         if self.diagnostics:
             self.diagnostics.record(step, loss_sum, grad_norm)
 
     def end(self, error: BaseException | None) -> None:
-        """Stop to measure a step that has failed."""
+        """Stop measuring a step that has failed."""
         if error is not None:
-            self.step.__exit__(type(error), error, error.__traceback__)
+            self.step_contexts.__exit__(type(error), error, error.__traceback__)
 
 
 def find_formulas(config_class: type) -> Any:

@@ -185,7 +185,7 @@ def write_error_file(message: str) -> bool:
     """Write why this rank exits into the error file of torch's elastic agent.
 
     Returns:
-        Whether `operate.launch` has started this rank, and will print the message.
+        Whether the launcher of this rank will print the message.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):

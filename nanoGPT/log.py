@@ -52,7 +52,7 @@ def append_to_log(out_dir: str | Path, source: str, text: str) -> None:
 
 
 def read_lines_before(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines of earlier steps than `step` in a metrics file. Damaged lines are left out."""
+    """Return the lines of a metrics file from before `step`. Damaged lines are left out."""
     lines = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -79,7 +79,7 @@ def count_tokens(out_dir: Path, lines: list[dict[str, Any]], first_step: int, to
 
 
 class Log(Observer):
-    """The files of a run that training writes, and its printed lines. It is the last observer of the run.
+    """Writes the files of a run, and prints its metrics. It is the last observer of the run.
 
     Args:
         config: this rank's configuration.
@@ -97,7 +97,7 @@ class Log(Observer):
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
         self.peak_flops = find_peak_flops(run)
         self.first_step = self.next_step = first_step
-        self.clock, self.seconds, self.is_timed = time.perf_counter(), 0.0, False  # of the steps since the last line
+        self.clock, self.step_seconds, self.is_timed = time.perf_counter(), 0.0, False
         self.tokens_before = run.call_on_rank0(self._open_files)
         # tqdm's default lock is shared by all processes, and leaks if ranks are forked.
         tqdm.set_lock(threading.RLock())
@@ -108,19 +108,19 @@ class Log(Observer):
     def _open_files(self) -> int:
         """Open the files on rank 0. Return the tokens of all earlier steps."""
         path = self.out_dir / "metrics.jsonl"
-        tokens = f"{self.tokens_per_step:,} tokens per step, on any number of ranks"
+        text = f"{self.tokens_per_step:,} tokens per step, on any number of ranks"
         try:
             lines = read_lines_before(path, self.first_step)
             tokens_before = count_tokens(self.out_dir, lines, self.first_step, self.tokens_per_step)
             if self.config.eval_only:  # the files describe the run that trains
-                self.run.print0(tokens)
+                self.run.print0(text)
                 return tokens_before
-            self.run.print0(f"{tokens}; writing to {self.out_dir}")
+            self.run.print0(f"{text}; writing to {self.out_dir}")
             if self.first_step >= self.config.max_iters:
-                self.run.print0(f"all {self.config.max_iters} steps are done: raise --max_iters to train on")
-            steps = f"started at step {self.first_step} of {self.config.max_iters}"
+                self.run.print0(f"all {self.config.max_iters} steps are done: raise --max_iters to continue")
+            start = f"started at step {self.first_step} of {self.config.max_iters}"
             append_to_log(
-                self.out_dir, "rank 0", f"{steps}, {type(self.config).__name__}, {self.run.world_size} rank(s)"
+                self.out_dir, "rank 0", f"{start}, {type(self.config).__name__}, {self.run.world_size} rank(s)"
             )
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
             self.metrics = open(path, "a", buffering=1)
@@ -147,7 +147,7 @@ class Log(Observer):
     def enter_stage(self, stage: str, step: int) -> None:
         """Measure the time of training steps: of micro-batches and updates, without evaluations and saves."""
         now = time.perf_counter()
-        self.seconds += now - self.clock if self.is_timed else 0.0
+        self.step_seconds += now - self.clock if self.is_timed else 0.0
         self.clock, self.is_timed = now, stage == "update" or stage.startswith("micro-batch")
 
     def write(
@@ -161,8 +161,8 @@ class Log(Observer):
             val_loss: of the evaluation before this step; None without one.
         """
         self.enter_stage("log", step)
-        steps, seconds = max(1, step + 1 - self.next_step), self.seconds
-        self.next_step, self.seconds = step + 1, 0.0
+        steps, seconds = max(1, step + 1 - self.next_step), self.step_seconds
+        self.next_step, self.step_seconds = step + 1, 0.0
         has_trained = loss is not None
         rate = self.tokens_per_step * steps / seconds if has_trained else None
         mfu = None
@@ -203,7 +203,7 @@ class Log(Observer):
             self.run.print0(f"step {line['step']} is missing in metrics.jsonl ({error.strerror}): free some space")
 
     def end(self, error: BaseException | None) -> None:
-        """Write into log.txt how the run ended, and print how to go on with a run that was stopped."""
+        """Write into log.txt how the run ended, and print how to resume a run that was stopped."""
         self.bar.close()
         progress = self.run.progress
         if error is not None:

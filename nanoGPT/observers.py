@@ -1,11 +1,12 @@
-"""Objects that observe a run, so that nobody has to change train.py: `--observers=operate,my_company.metrics`.
+"""Call user-defined observers during a run, without a change to train.py: `--observers=operate,my_company.metrics`.
 
 An observer is a module with a class `Observer`, which extends the one of this file. The class may also be in the
 submodule `observer` of a package: `operate` names `operate/observer.py`. If the module has a dataclass `Flags`, its
-fields become flags of the trainer. Without `--observers`, the packages of SHELL observe the run if they are installed.
+fields become flags of the trainer. Without `--observers`, the DEFAULT_OBSERVERS that are installed observe the run.
 
-All ranks call the methods at the same moments and in the same order, so a method may use collectives. An error in a
-method ends the run.
+All ranks call the methods at the same moments and in the same order, so a method may use collectives. There are three
+exceptions: `configure` runs before the process group exists, and after an error, `explain` and `end` may run on one
+rank only. An error in a method ends the run.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from nanoGPT.errors import ConfigError
 
-SHELL = ("operate", "measure")
+DEFAULT_OBSERVERS = ("operate", "measure")
 
 F = TypeVar("F", bound="Flags")
 
@@ -34,11 +35,11 @@ class Flags:
 
     @property
     def timeout(self) -> datetime.timedelta:
-        """How long ranks wait for each other, at the start and in every collective."""
+        """Return how long ranks wait for each other, at the start and in every collective."""
         return datetime.timedelta(minutes=30)
 
     def check(self, world_size: int) -> None:
-        """Check combinations of values that the types of the fields allow. Called before any rank starts.
+        """Check the values of the flags, before the ranks meet. Their types are already checked.
 
         Raises:
             ConfigError: a combination is not supported.
@@ -46,60 +47,63 @@ class Flags:
 
 
 class Observer:
-    """Observes a run, which calls these methods in this order. By default, they do nothing.
+    """Base class of observers. A run calls these methods; by default, they do nothing.
 
     Args:
         config: the configuration of the run. It has the flags of all observers.
 
     Attributes:
-        run: this rank's Runtime, from `start` on. `run.request_stop(reason)` and `run.request_save()` ask for a stop
-            and for a save. One rank is enough: about a second later, all ranks follow at the end of the same step.
+        run: this rank's Runtime; None before `start`. `run.request_stop(reason)` and `run.request_save()` ask for a
+            stop and for a save. One rank is enough: about a second later, all ranks follow after the same step.
     """
 
-    run: Any
+    run: Any = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @classmethod
     def configure(cls, config: Any) -> Any:
-        """Return the configuration to use instead, before the ranks meet. Every rank must return the same."""
+        """Return the configuration of the run. It is called before the ranks meet, and must return the same on all."""
         return config
 
     def start(self, run: Any) -> None:
-        """Begin to observe: the ranks have met, and no other run uses the output directory."""
+        """Handle the start of the run: the ranks have met, and no other run uses the output directory."""
         self.run = run
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
-        """See the model and the optimizer, with the state from which training begins or goes on."""
+        """Handle the model and the optimizer, which have the state from which training starts or resumes."""
 
     def enter_stage(self, stage: str, step: int) -> None:
-        """See that this rank begins a stage: build, evaluate, a micro-batch, update or save."""
+        """Handle the start of a stage: build, evaluation, micro-batch, update or save."""
 
     def begin_step(self, step: int) -> None:
-        """See that a training step begins."""
+        """Handle the start of a training step."""
 
     def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
-        """See the results of a training step: the sum of this rank's losses, and the global gradient norm."""
+        """Handle the end of a training step: the sum of this rank's losses, and the global gradient norm."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """See a line of metrics, to which rank 0 may add fields: metrics.jsonl gets them too.
+        """Handle a line of metrics. Rank 0 may add fields to it, which are then written to metrics.jsonl too.
 
         The loss is the mean over all ranks.
         """
 
     def save(self, step: int, path: Path) -> None:
-        """See that a checkpoint is saved after `step` updates. An asynchronous save has only begun."""
+        """Handle a save after `step` updates. An asynchronous save has only begun, and `path` does not exist yet."""
 
     def explain(self, error: BaseException) -> str | None:
-        """Return one sentence for the user that explains an error that ends the run; None: it needs none."""
+        """Return one sentence for the user that explains an error; None if this observer cannot explain it.
+
+        It is not called for errors whose message is already complete, such as ConfigError.
+        """
 
     def end(self, error: BaseException | None) -> None:
-        """See the end of the run, and the error that ended it."""
+        """Handle the end of the run, and the error that ended it. `run` is None if it has not started."""
 
 
 class Observers(Observer):
-    """The observers of a run, as one.
+    """Calls each method on every observer of a run.
 
     Args:
         config: the configuration; `config.observers` has the names of their modules. None: no observers yet.
@@ -146,9 +150,9 @@ class Observers(Observer):
             each.end(error)
 
 
-def find_shell() -> str:
-    """Return the names of the packages of SHELL that are installed, as a value of `--observers`."""
-    return ",".join(name for name in SHELL if importlib.util.find_spec(name))
+def find_default_observers() -> str:
+    """Return those of DEFAULT_OBSERVERS that are installed, as a value of `--observers`."""
+    return ",".join(name for name in DEFAULT_OBSERVERS if importlib.util.find_spec(name))
 
 
 @cache
@@ -164,11 +168,14 @@ def find_modules(names: str) -> list[ModuleType]:
             module = importlib.import_module(name)
             if not hasattr(module, "Observer"):
                 module = importlib.import_module(f"{name}.observer")
+            is_observer, reason = hasattr(module, "Observer"), "it has none"
         except ImportError as error:
+            is_observer, reason = False, str(error)
+        if not is_observer:
             raise ConfigError(
-                f"--observers={names}: {name} is no module with a class Observer ({error}): correct the name, or "
-                "start the trainer where Python finds the module"
-            ) from None
+                f"--observers={names}: {name} is not a module with a class Observer ({reason}): correct the name, or "
+                "add its directory to PYTHONPATH"
+            )
         modules.append(module)
     return modules
 
@@ -190,18 +197,20 @@ def add_flags(config_class: type[F], names: str) -> type[F]:
         ConfigError: two of them have a flag of the same name.
     """
     trainer_class: Any = config_class
-    return create_class(getattr(trainer_class, "trainer_class", trainer_class), names)
+    return create_config_class(getattr(trainer_class, "trainer_class", trainer_class), names)
 
 
 @cache
-def create_class(config_class: Any, names: str) -> Any:
-    """Return the class for `add_flags`, the same at every call."""
+def create_config_class(config_class: Any, names: str) -> Any:
+    """Create the class that `add_flags` returns. Equal arguments return the same class."""
     parts = [module.Flags for module in find_modules(names) if hasattr(module, "Flags")]
     owners: dict[str, type] = {}
     for part in (config_class, *parts):
         for field in dataclasses.fields(part):
             if owners.setdefault(field.name, part) is not part:
-                raise ConfigError(f"--observers={names}: --{field.name} exists already, so rename it in {part}")
+                raise ConfigError(
+                    f"--observers={names}: the flag --{field.name} exists already: rename it in {part.__module__}"
+                )
     if not parts:
         return config_class
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.observers import Flags, find_shell
+from nanoGPT.observers import Flags, find_default_observers
 
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models, by size
 StepChoice = int | Literal["best"] | None  # a checkpoint of a run; None: the newest
@@ -101,7 +101,7 @@ class TrainConfig(Flags):
     """use only deterministic algorithms, so that a run on the same GPUs repeats to the last digit; slower"""
     seed: int = 1337
     """random seed of initialization, batches and dropout"""
-    observers: str = field(default_factory=find_shell)
+    observers: str = field(default_factory=find_default_observers)
     """modules that observe the run, such as operate,measure,my_metrics; they may add flags; empty: none"""
 
     def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:

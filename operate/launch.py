@@ -87,7 +87,7 @@ def load_trainer(path: Path) -> ModuleType:
     return importlib.import_module(spec.name)
 
 
-def choose_out_dir(config: TrainConfig, place: NodeConfig) -> str:
+def create_out_dir(config: TrainConfig, place: NodeConfig) -> str:
     """Return the output directory of the run. If the configuration names none, create a new one under out/.
 
     With multiple nodes the name does not contain the time, so that every node computes the same name.
@@ -277,7 +277,7 @@ def main(arguments: list[str]) -> int:
     meeting = Rendezvous(place)
     with meeting.share_errors():
         config = read_checked_config(trainer, trainer_arguments, meeting)
-        config = dataclasses.replace(config, out_dir=choose_out_dir(config, place))
+        config = dataclasses.replace(config, out_dir=create_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     command = [str(trainer), *trainer_arguments]
     watch = start_watchdog(config, place)

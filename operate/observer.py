@@ -63,7 +63,7 @@ class Flags(observers.Flags):
 
     @property
     def timeout(self) -> timedelta:
-        """Ranks wait longer for each other than until a stall, which the watchdog reports better."""
+        """Return a timeout that is longer than `stall_seconds`, so that the watchdog reports a hang first."""
         return max(super().timeout, 2 * timedelta(seconds=self.stall_seconds))
 
 
@@ -86,7 +86,7 @@ class Observer(observers.Observer):
 
     @classmethod
     def configure(cls, config: C) -> C:
-        """Check memory and credentials, end with the launcher, and continue a job that was restarted."""
+        """Check memory and credentials, watch the launcher, and continue a job that was restarted."""
         watch_launcher()
         ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
         check_memory(config, ranks, local_ranks)
@@ -120,7 +120,7 @@ class Observer(observers.Observer):
         self.heartbeat.start()
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
-        """Name the memory of the model in an out-of-memory error, and connect to the tracker."""
+        """Pass the model and the optimizer to the report of out-of-memory errors, and connect to the tracker."""
         if self.memory_report:
             self.memory_report.model, self.memory_report.optimizer = model, optimizer
         if self.run.is_main and self.flags.track != "none":
@@ -149,7 +149,7 @@ class Observer(observers.Observer):
                 with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
                     self.stack_file.write("".join(traceback.format_exception(error)))
                     self.stack_file.flush()
-                with contextlib.suppress(Exception):  # nor must torch's recorder
+                with contextlib.suppress(Exception):  # an error of the flight recorder must not hide it either
                     write_collectives(self.out_dir, self.run.rank)
         if self.tracker:
             self.tracker.close()

@@ -1,4 +1,4 @@
-"""Resume a job that torchrun has restarted, leave out the spare ranks of an elastic job, and end with the launcher."""
+"""Resume a job that torchrun has restarted, exclude the spare ranks of an elastic job, and stop with the launcher."""
 
 import contextlib
 import dataclasses

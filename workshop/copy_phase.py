@@ -1,11 +1,11 @@
 """Copy a phase into a directory of its own, with the part of the core that it uses.
 
     make copy PHASE=phase3 TO=../my-trainer
-    make copy PHASE=phase3 TO=../my-trainer WITH=operate,measure      # also the shell, which watches runs
+    make copy PHASE=phase3 TO=../my-trainer WITH=operate,measure      # also what watches and measures runs
 
-The directory has the phase's programs and configurations, its other modules and those of `nanoGPT` that they import as
-packages, the programs that sample, export and verify, the scripts that prepare its datasets, the prepared datasets up
-to 64 MiB, tests and a README. Nothing in it needs this repository.
+The directory contains the programs and configurations of the phase, the modules that they import, the programs that
+sample, export and verify, the scripts that prepare its datasets, the prepared datasets up to 64 MiB, tests and a
+README. Nothing in it needs this repository.
 """
 
 import ast
@@ -28,7 +28,7 @@ TEMPLATES = Path(__file__).parent / "copied"
 MAX_DATASET_BYTES = 64 << 20
 IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/data/*/*.bin", "nanoGPT/data/*/meta.*"]
 IGNORED.append("nanoGPT/data/.downloads/")
-PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; their other modules are those that these import
+PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; the modules that they import are copied too
 TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.checkpoint.verify", "nanoGPT.prepare.text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
 LESSONS = {
@@ -82,24 +82,24 @@ def rewrite(text: str) -> str:
     return re.sub(r"# \[\w+:\w+\] ", "# ", text)
 
 
-def list_modules(package: str, datasets: list[str], shell: list[str]) -> dict[str, Path]:
-    """Return the modules that belong into the copy of a phase, by name.
+def list_modules(package: str, datasets: list[str], packages: list[str]) -> dict[str, Path]:
+    """Return the modules that belong to the copy of a phase, by name.
 
     Args:
         package: of the phase.
-        datasets: whose scripts belong into the copy.
-        shell: packages of the shell to copy, too.
+        datasets: whose scripts belong to the copy.
+        packages: further packages to copy.
     """
     modules = find_modules()
     names = [f"{package}.{name}" for name in PROGRAMS] + TOOLS + [f"nanoGPT.data.{name}.prepare" for name in datasets]
-    if shell:
-        names += [name for name in modules if name.split(".")[0] in shell or name == f"{package}.costs"]
+    if packages:
+        names += [name for name in modules if name.split(".")[0] in packages or name == f"{package}.costs"]
     return find_needed_modules(names)
 
 
-def copy_modules(package: str, to: Path, datasets: list[str], shell: list[str]) -> list[Path]:
+def copy_modules(package: str, to: Path, datasets: list[str], packages: list[str]) -> list[Path]:
     """Copy the modules, and return their files. The phase's train.py and evaluate.py go to the top of the directory."""
-    needed = list_modules(package, datasets, shell)
+    needed = list_modules(package, datasets, packages)
     for name, path in needed.items():
         is_top_level = name in (f"{package}.train", f"{package}.evaluate")
         target = to / path.name if is_top_level else to / path.relative_to(ROOT)
@@ -133,14 +133,14 @@ def copy_datasets(to: Path, datasets: list[str]) -> None:
 def write_project(package: str, to: Path, copied: list[Path]) -> None:
     """Write requirements.txt, pyproject.toml, README.md, OBSERVERS.md, LICENSE, .gitignore and the tests."""
     web = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["web"]
-    packages = sorted({path.relative_to(ROOT).parts[0] for path in copied})
+    copied_packages = sorted({path.relative_to(ROOT).parts[0] for path in copied})
     (to / "requirements.txt").write_text("".join(f"{line}\n" for line in find_requirements(copied)))
     (to / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n\n'
         f'[project]\nname = "{to.resolve().name}"\nversion = "0.1.0"\nrequires-python = ">=3.11"\n'
         f'dynamic = ["dependencies"]\n\n[project.optional-dependencies]\nweb = {json.dumps(web)}\n\n'
         '[tool.setuptools.dynamic]\ndependencies = {file = "requirements.txt"}\n\n'
-        f"[tool.setuptools.packages.find]\ninclude = {[f'{each}*' for each in packages]}\nnamespaces = false\n"
+        f"[tool.setuptools.packages.find]\ninclude = {[f'{each}*' for each in copied_packages]}\nnamespaces = false\n"
     )
     title = ast.get_docstring(ast.parse((to / "train.py").read_text())) or ""
     config = min((to / "config").glob("*gpt2*.py"))
@@ -151,6 +151,8 @@ def write_project(package: str, to: Path, copied: list[Path]) -> None:
     shutil.copyfile(ROOT / "LICENSE", to / "LICENSE")
     (to / ".gitignore").write_text("\n".join(IGNORED) + "\n")
     guide = (ROOT / "docs" / "observers.md").read_text().replace("phase3_fsdp/train.py", "train.py")
+    if not (to / "operate").is_dir():
+        guide = guide.replace("--observers=operate,measure,my_metrics", "--observers=my_metrics")
     (to / "OBSERVERS.md").write_text(guide.replace("from nanoGPT.train import", "from train import"))
     (to / "tests").mkdir()
     shutil.copyfile(TEMPLATES / "test_training.py", to / "tests" / "test_training.py")
@@ -168,39 +170,39 @@ def create_new_directory(to: Path) -> Path:
     return to
 
 
-def copy_phase(phase: str, to: Path, shell: tuple[str, ...] = ()) -> None:
+def copy_phase(phase: str, to: Path, packages: tuple[str, ...] = ()) -> None:
     """Copy a phase into a new directory.
 
     Args:
         phase: baseline, phase1, phase2 or phase3.
         to: a directory that does not exist yet or is empty.
-        shell: packages of the shell to copy, too: operate, measure.
+        packages: further packages to copy: operate, measure, phase2_triton.
 
     Raises:
         ConfigError: the phase or a package is unknown, or the directory cannot be used.
     """
     package = find_package(phase)
-    if unknown := sorted({*shell} - {*ADDITIONS}):
-        raise ConfigError(f"WITH={','.join(shell)} names {unknown[0]}: use packages of {', '.join(ADDITIONS)}")
+    if unknown := sorted({*packages} - {*ADDITIONS}):
+        raise ConfigError(f"WITH={','.join(packages)} names {unknown[0]}: use {', '.join(ADDITIONS)}")
     create_new_directory(to)
     datasets = copy_configs(package, to)
-    copied = copy_modules(package, to, datasets, list(shell))
+    copied = copy_modules(package, to, datasets, list(packages))
     copy_datasets(to, datasets)
     write_project(package, to, copied)
     print(f"copied {phase} with {len(copied)} modules into {to}: read its README.md, or run cd {to} && python train.py")
 
 
-def main(phase: str, to: str, shell: str = "") -> None:
+def main(phase: str, to: str, packages: str = "") -> None:
     """Copy a phase into a directory of its own.
 
     Args:
         phase: baseline, phase1, phase2 or phase3.
         to: a new directory.
-        shell: packages of the shell to copy, too: operate,measure.
+        packages: further packages to copy: operate,measure,phase2_triton.
     """
     if not to:
         raise ConfigError("TO= is empty: use a new directory, such as TO=../my-trainer")
-    copy_phase(phase, Path(to), tuple(filter(None, shell.split(","))))
+    copy_phase(phase, Path(to), tuple(filter(None, packages.split(","))))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m workshop.steps phase1_zero1/naive.py phase1_zero1/zero1.py
 
-A step of the algorithm is a function with the same name in both versions. The second version may be several files: the
-given one, and the files next to it that it imports. In IMPLEMENTATION.md, the block between
-`<!-- step:naive.py:zero1.py:_reduce -->` and `<!-- /step -->` contains one step, and
+A function with the same name in both versions is one part of the algorithm. The second version may be several files:
+the given one, and the files next to it that it imports. In IMPLEMENTATION.md, the block between
+`<!-- step:naive.py:zero1.py:_reduce -->` and `<!-- /step -->` contains one function, and
 `python -m workshop.diff phase1_zero1 --write` updates it.
 """
 
@@ -22,7 +22,7 @@ BLOCK = re.compile(r"(<!-- step:(\S+?):(\S+?):(\w+) -->\n).*?(<!-- /step -->)", 
 
 
 def find_functions(path: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return each function of a file, without names like `__init__`: a title, and the lines without the docstring."""
+    """Return the title and the lines of each function of a file, without its docstring and without special methods."""
     source = path.read_text()
     functions: dict[str, tuple[str, list[str]]] = {}
     for parent in ast.walk(ast.parse(source)):
@@ -34,9 +34,8 @@ def find_functions(path: Path) -> dict[str, tuple[str, list[str]]]:
                     del lines[docstring.lineno - node.lineno : (docstring.end_lineno or 0) - node.lineno + 1]
                 owner = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
                 title = f"{path.name} {owner}{node.name}"
-                code = [
-                    line[node.col_offset :] for line in lines if not line.endswith("SOLUTION")
-                ]  # marks of exercises
+                # Lines with SOLUTION mark exercises.
+                code = [line[node.col_offset :] for line in lines if not line.endswith("SOLUTION")]
                 functions.setdefault(node.name, (title, code))
     return functions
 

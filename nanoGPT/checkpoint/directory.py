@@ -7,7 +7,7 @@
         LATEST                the name of the newest checkpoint, for people and scripts
         .tmp-step-00000150/   a save in progress, or the files of a save that was killed
         .bad-step-00000120/   a damaged checkpoint that a resume has skipped
-        .newer-step-0000140/  a checkpoint after the one that --resume_step has chosen
+        .newer-step-00000140/ a checkpoint after the one that --resume_step has chosen
 
 A save writes into `.tmp-*`. Each rank hashes and fsyncs its files. Rank 0 then writes the manifest, fsyncs, renames the
 directory, and fsyncs the parent directory. A kill at any moment therefore leaves either a complete new checkpoint, or
@@ -64,10 +64,10 @@ class CheckpointDirectory:
     def __init__(self, out_dir: str, run: Runtime, keep_checkpoints: int, reads_only: bool = False) -> None:
         self.root, self.keep_checkpoints, self.reads_only = Path(out_dir) / "checkpoints", keep_checkpoints, reads_only
         self.run = run.with_own_group()  # an asynchronous save must not interfere with collectives of the training
-        self.thread = ThreadPoolExecutor(1)
-        self.saving: Future[None] | None = None  # an asynchronous save
+        self.save_executor = ThreadPoolExecutor(1)
+        self.pending_save: Future[None] | None = None
         self.chosen_step: float = math.inf  # by --resume_step, until the first save
-        self.own_steps: set[int] = set()  # that this run has saved, or resumed from
+        self.saved_or_resumed_steps: set[int] = set()
         self.last_save = time.monotonic()  # or the start of the run
         run.end_callbacks.append(self.drain)
         self._run_on_main(lambda: self.root.mkdir(exist_ok=True))
@@ -94,12 +94,14 @@ class CheckpointDirectory:
         Raises:
             ConfigError: there is no complete checkpoint, or one could not be read. An unreadable one is not renamed.
         """
-        checkpoint = find_checkpoint(self.root.parent, self.run, step, None if self.reads_only else self._skip)
-        self.own_steps.add(checkpoint.step)
+        checkpoint = find_checkpoint(
+            self.root.parent, self.run, step, None if self.reads_only else self._set_damaged_aside
+        )
+        self.saved_or_resumed_steps.add(checkpoint.step)
         self.chosen_step = math.inf if step is None else checkpoint.step
         return checkpoint
 
-    def _skip(self, path: Path, reason: str) -> None:
+    def _set_damaged_aside(self, path: Path, reason: str) -> None:
         """Rename a damaged checkpoint, so that its step can be saved again. Collective."""
         self._run_on_main(lambda: self._set_aside(path, ".bad", f"skipping {path.name}: {reason}"))
 
@@ -119,7 +121,7 @@ class CheckpointDirectory:
         Args:
             minutes: time between two saves; 0 turns these saves off.
         """
-        if self.saving and self.saving.done() and self.saving.exception():
+        if self.pending_save and self.pending_save.done() and self.pending_save.exception():
             return True
         return self.run.is_main and minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
 
@@ -152,10 +154,10 @@ class CheckpointDirectory:
         final = self.root / f"step-{step:08d}"
         is_saved = self._run_on_all(lambda: self.run.is_main and self._prepare_save(step, final, fields), final)[0]
         self.chosen_step = math.inf
-        self.own_steps.add(step)
+        self.saved_or_resumed_steps.add(step)
         if copy and not is_saved:
             self._run_on_all(copy, self.root / f".tmp-{final.name}")
-            self.saving = self.thread.submit(self._save, final, step, write, fields)
+            self.pending_save = self.save_executor.submit(self._save, final, step, write, fields)
         elif not is_saved:
             self._save(final, step, write, fields)
         return final
@@ -178,7 +180,7 @@ class CheckpointDirectory:
                 self._set_aside(path, ".newer", f"{path.name} is newer than --resume_step")
         if not is_present(final):
             return False
-        if step not in self.own_steps:
+        if step not in self.saved_or_resumed_steps:
             raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
         manifest = read_manifest(final)
         if manifest.get("best_val_loss") != (best := fields.get("best_val_loss")):
@@ -194,9 +196,9 @@ class CheckpointDirectory:
         Raises:
             SaveError: the save failed.
         """
-        saving, self.saving = self.saving, None
-        if saving:
-            saving.result()
+        pending, self.pending_save = self.pending_save, None
+        if pending:
+            pending.result()
 
     def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
         if self.run.device.type == "cuda":

@@ -26,7 +26,7 @@ from nanoGPT.train_config import StepChoice
 
 Manifest = dict[str, Any]
 STEP = re.compile("step-[0-9]{8,}")  # the name of a checkpoint's directory
-PART_BYTES = 16 << 20  # of a file, which are written and hashed together
+PART_BYTES = 16 << 20  # a file is written and hashed in parts of this size
 
 
 class DamagedCheckpoint(Exception):
@@ -241,7 +241,7 @@ class HashedFile(io.BufferedWriter):
             try:
                 self.size += super().write(part)
                 if len(part) == PART_BYTES and hasattr(os, "posix_fadvise"):
-                    self.flush()  # the kernel begins to write to the disk, so the fsync at the end has little left
+                    self.flush()  # the kernel starts to write to the disk, so the fsync in `close` takes less time
                     os.posix_fadvise(self.fileno(), self.size - PART_BYTES, PART_BYTES, os.POSIX_FADV_DONTNEED)
             finally:
                 hashing.result()
@@ -265,7 +265,7 @@ class NewFiles:
     Attributes:
         folder: a new directory, the same on every rank.
         group: a process group with a CPU backend, of the ranks that write; None: the default group.
-        report_progress: called at every write.
+        report_progress: called for every part that is written.
     """
 
     folder: Path

@@ -73,10 +73,12 @@ def check_shapes(source: object, stored: Mapping[str, torch.Size], expected: Map
         ConfigError: a name or a shape differs.
     """
     if differ := sorted(name for name in {*stored, *expected} if stored.get(name) != expected.get(name)):
-        in_file, in_model = (shapes.get(differ[0]) for shapes in (stored, expected))
+        in_file, in_model = (
+            tuple(shapes[differ[0]]) if differ[0] in shapes else "missing" for shapes in (stored, expected)
+        )
         raise ConfigError(
-            f"{source} and the model differ in {len(differ)} parameters, such as {differ[0]}: its shape is "
-            f"{in_file and tuple(in_file)} in the checkpoint, and {in_model and tuple(in_model)} in the model"
+            f"{source} and the model differ in {len(differ)} parameters, such as {differ[0]}: its shape is {in_file} "
+            f"in the checkpoint, and {in_model} in the model: use a checkpoint of this model"
         )
 
 

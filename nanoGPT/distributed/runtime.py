@@ -1,6 +1,6 @@
 """The Runtime of a rank: its rank and world size, its device and dtype, and small collectives.
 
-A rank is one process. torchrun and `operate.launch` pass rank and world size in environment variables. Without them
+A rank is one process. torchrun and other launchers pass rank and world size in environment variables. Without them
 the process is rank 0 of 1. Every run has a process group, even with one rank, so that all code can rely on it.
 """
 

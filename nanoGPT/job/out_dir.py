@@ -13,10 +13,11 @@ from nanoGPT.train_config import TrainConfig
 
 
 def choose_out_dir(config: TrainConfig, package: str) -> str:
-    """Return the directory of a run that no launcher has named: a new one under out/, unless the flags name one.
+    """Return the output directory of a run, if no launcher has chosen it: that of the flags, else a new one in out/.
 
     The ranks of a node compute the same name without communication, from the process id of their agent. If torchrun
-    restarts them, they get the same name again. Nodes compute it from their number.
+    restarts them, they get the same name again. With several nodes, the name contains the number of
+    nodes.
     """
     if config.out_dir != TrainConfig.out_dir or config.init_from == "resume":
         return config.out_dir

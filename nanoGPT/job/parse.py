@@ -22,7 +22,7 @@ from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.job.command_line import command_line, join_flag_values
 from nanoGPT.job.schema import SchemaError, check_schema
-from nanoGPT.observers import add_flags, find_shell
+from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import GPU_DEFAULTS, PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
@@ -220,7 +220,7 @@ def find_value(name: str, flags: list[str], file_values: Mapping[str, object]) -
 def find_observers(flags: list[str], file_values: Mapping[str, object]) -> str:
     """Return the names of the observers' modules, whose flags the parser must know."""
     names = find_value("observers", flags, file_values)
-    return find_shell() if names is None else str(names)
+    return find_default_observers() if names is None else str(names)
 
 
 def uses_gpu(flags: list[str], file_values: Mapping[str, object]) -> bool:

@@ -55,7 +55,7 @@ def handle_stop_signals(handler: Callable[[int, Any], object]) -> dict[int, Any]
 def listen_for_signals(run: Runtime) -> None:
     """Install handlers for STOP_SIGNALS, which stop the run at the end of a step.
 
-    On several ranks, this is the next step after which the ranks exchange their requests: within about a second.
+    With several ranks, all ranks stop after the next exchange of requests, within about a second.
 
     A SIGINT more than two seconds after the first signal stops the run at once.
     """
@@ -133,9 +133,10 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
     except BaseException as error:
         if isinstance(error, DivergedRanks | NonFiniteLoss):
             run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
+        sentence = None if isinstance(error, OWN_ERRORS) else observers.explain(error)
         if not reads_only:
             observers.end(error)
-        if not isinstance(error, OWN_ERRORS) and (sentence := observers.explain(error)):
+        if sentence:
             raise ExplainedError(sentence) from error
         raise
     if not reads_only:

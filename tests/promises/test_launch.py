@@ -265,11 +265,11 @@ def test_only_a_restart_by_torchrun_resumes_automatically(tmp_path):
 def test_each_run_has_a_new_directory(tmp_path, monkeypatch):
     """Without --out_dir, the launcher creates a new directory for each run. On several nodes, all use one name."""
     monkeypatch.chdir(tmp_path)
-    names = [launch_module.choose_out_dir(TrainConfig(), NodeConfig()) for _ in range(3)]
+    names = [launch_module.create_out_dir(TrainConfig(), NodeConfig()) for _ in range(3)]
     assert len(set(names)) == 3 and all(name.startswith("out/nanoGPT-") for name in names)
-    assert launch_module.choose_out_dir(TrainConfig(), NodeConfig(nnodes=2)) == "out/nanoGPT-2nodes"
+    assert launch_module.create_out_dir(TrainConfig(), NodeConfig(nnodes=2)) == "out/nanoGPT-2nodes"
     for config in (TrainConfig(init_from="resume"), TrainConfig(out_dir="mine")):
-        assert launch_module.choose_out_dir(config, NodeConfig()) == config.out_dir
+        assert launch_module.create_out_dir(config, NodeConfig()) == config.out_dir
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
-from nanoGPT.observers import Observer, find_shell
+from nanoGPT.observers import Observer, find_default_observers
 from nanoGPT.train_config import TrainConfig, validate
 from tests.helpers.programs import make_flags
 from tests.helpers.training import ROOT, TINY, tiny, train
@@ -50,7 +50,7 @@ def test_the_examples_of_the_guide_work(modules):
     rows = (modules / "run" / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == [str(line["step"]) for line in lines if line["loss"] is not None]
     assert re.search(r"step 2: loss \d\.\d{4} on shakespeare_char", output)
-    assert "stopped by early stopping; resume with --init_from=resume" in output and len(lines) < 100
+    assert "stopped by the observer my_early_stopping; resume with --init_from=resume" in output and len(lines) < 100
     assert (modules / "run" / "checkpoints" / f"step-{lines[-1]['step'] + 1:08d}").is_dir()
 
 
@@ -59,8 +59,8 @@ def test_the_examples_of_the_guide_work(modules):
     [
         (["--observers=my_evaluation", "--second_interval=0"], "--second_interval=0 is out of range"),
         (["--observers=my_metrics", "--second_interval=5"], "unknown flag --second_interval"),
-        (["--observers=my_metric"], "my_metric is no module with a class Observer"),
-        (["--observers=measure,my_ledger"], "--ledger exists already"),
+        (["--observers=my_metric"], "my_metric is not a module with a class Observer"),
+        (["--observers=measure,my_ledger"], "the flag --ledger exists already"),
     ],
 )
 def test_flags_of_an_observer_are_checked(flags, problem, modules):
@@ -125,4 +125,4 @@ def test_all_ranks_see_the_same_moments(tmp_path):
     one, two = run_on_ranks(record_calls, 2, str(tmp_path), show=False)
     assert one == two
     steps = ["begin 0", "end 0", "log 0", "save 1", "begin 1", "end 1", "log 1", "save 2", "log 2"]
-    assert one == ["build", *steps, "end NoneType"] and find_shell() == "operate,measure"
+    assert one == ["build", *steps, "end NoneType"] and find_default_observers() == "operate,measure"
