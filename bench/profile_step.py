@@ -38,7 +38,7 @@ from nanoGPT.train_config import TrainConfig, validate
 from operate.ranks import RankFailed, run_on_ranks
 
 FIRST, LAST = 2, 3  # steps that the profiler records
-FIXED_FIELDS = {"max_iters", "log_interval", "eval_iters", "out_dir", "init_from", "observers"}
+FIXED_FIELDS = {"max_iters", "log_interval", "eval_iters", "out_dir", "init_from", "eval_only", "observers"}
 FIXED_FIELDS |= {"ledger", "diagnostics_interval", "track", "stall_seconds"}  # of observers that are not used
 Spans = list[tuple[float, float]]  # begin and end, ms
 COMMUNICATION = ("gloo:", "nccl")

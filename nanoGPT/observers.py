@@ -5,7 +5,7 @@ submodule `observer` of a package: `operate` names `operate/observer.py`. If the
 fields become flags of the trainer. Without `--observers`, the DEFAULT_OBSERVERS that are installed observe the run.
 
 All ranks call the methods at the same moments and in the same order, so a method may use collectives. There are three
-exceptions: `configure` runs before the process group exists, and after an error, `explain` and `end` may run on one
+exceptions: `prepare` runs before the process group exists, and after an error, `explain` and `end` may run on one
 rank only. An error in a method ends the run.
 """
 
@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import importlib
 import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,10 +63,11 @@ class Observer:
     def __init__(self, config: Any) -> None:
         self.config = config
 
-    @classmethod
-    def configure(cls, config: Any) -> Any:
-        """Return the configuration of the run. It is called before the ranks meet, and must return the same on all."""
-        return config
+    def prepare(self) -> None:
+        """Handle the start of this process, before the ranks meet."""
+
+    def configure(self, run: Any) -> None:
+        """Change `config` in place, before anything is read. The ranks have met; all must make the same changes."""
 
     def start(self, run: Any) -> None:
         """Handle the start of the run: the ranks have met, and no other run uses the output directory."""
@@ -114,6 +116,14 @@ class Observers(Observer):
         modules = find_modules(config.observers) if config else []
         self.members: list[Observer] = [module.Observer(config) for module in modules]
 
+    def prepare(self) -> None:
+        for each in self.members:
+            each.prepare()
+
+    def configure(self, run: Any) -> None:
+        for each in self.members:
+            each.configure(run)
+
     def start(self, run: Any) -> None:
         for each in self.members:
             each.start(run)
@@ -131,7 +141,7 @@ class Observers(Observer):
             each.begin_step(step)
 
     def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
-        for each in self.members:
+        for each in reversed(self.members):
             each.end_step(step, loss_sum, grad_norm)
 
     def log(self, line: dict[str, Any]) -> None:
@@ -146,13 +156,24 @@ class Observers(Observer):
         return next(filter(None, (each.explain(error) for each in self.members)), None)
 
     def end(self, error: BaseException | None) -> None:
+        """Call `end` on all observers in reverse order, also if one fails. An earlier error is not replaced."""
+        failures: list[BaseException] = []
         for each in reversed(self.members):
-            each.end(error)
+            try:
+                each.end(error)
+            except BaseException as failure:
+                failures.append(failure)
+        if failures and error is None:
+            raise failures[0]
+        for each_failure in failures:
+            name = type(each_failure).__name__
+            print(f"an observer failed at the end of the run: {name}: {each_failure}", file=sys.stderr)
 
 
 def find_default_observers() -> str:
     """Return those of DEFAULT_OBSERVERS that are installed, as a value of `--observers`."""
-    return ",".join(name for name in DEFAULT_OBSERVERS if importlib.util.find_spec(name))
+    find = importlib.util.find_spec
+    return ",".join(name for name in DEFAULT_OBSERVERS if find(name) and find(f"{name}.observer"))
 
 
 @cache
@@ -176,6 +197,8 @@ def find_modules(names: str) -> list[ModuleType]:
                 f"--observers={names}: {name} is not a module with a class Observer ({reason}): correct the name, or "
                 "add its directory to PYTHONPATH"
             )
+        if module in modules:
+            raise ConfigError(f"--observers={names} names {module.__name__} twice: remove one of them")
         modules.append(module)
     return modules
 

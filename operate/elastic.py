@@ -139,7 +139,7 @@ def name_job(store: dist.TCPStore, out_dir: str) -> str:
         store.compare_set(key, token, new_token)  # no effect if another node has replaced the token meanwhile
 
 
-def check_agreement(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> None:
+def check_joining_node(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -> None:
     """Check that this node has the flags, data and code of the nodes that train, before it disturbs them.
 
     The first node of a job puts its description into the store.
@@ -260,7 +260,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     host, port = elastic.parse_store()
     store = connect(host, port)
     job = name_job(store, config.out_dir)
-    check_agreement(store, job, inputs)
+    check_joining_node(store, job, inputs)
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, **config_to_env(config)}
     os.environ[ELASTIC_VARIABLE] = f"{elastic.store} {job}"
     # Without this setting, a node that joins waits for an address that the first node published in an earlier round.
@@ -322,6 +322,8 @@ def main(arguments: list[str]) -> int:
     config = parse(config_class, trainer_arguments, trainer)
     if config.out_dir == TrainConfig.out_dir:
         raise ConfigError("an elastic job needs --out_dir: use a directory that all nodes share, such as /shared/run")
+    if "operate" not in config.observers.split(","):
+        raise ConfigError("an elastic job needs the observer operate: add it to --observers")
     if config.eval_only:
         raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):

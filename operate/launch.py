@@ -79,7 +79,12 @@ def load_trainer(path: Path) -> ModuleType:
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: give nanoGPT/train.py or the train.py of a phase")
-    spec = importlib.util.find_spec(f"{path.resolve().parent.name}.train")
+    spec = None
+    for name in (f"{path.resolve().parent.name}.train", path.stem):  # in a package, or at the top of a copy
+        with contextlib.suppress(ModuleNotFoundError, ValueError):
+            spec = importlib.util.find_spec(name)
+        if spec and spec.origin and os.path.samefile(spec.origin, path):
+            break
     if spec is None or spec.origin is None or not os.path.samefile(spec.origin, path):
         raise ConfigError(
             f"{path} is not a trainer of this repository: give nanoGPT/train.py or the train.py of a phase"

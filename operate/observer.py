@@ -22,8 +22,7 @@ from measure.memory_limits import check_memory
 from nanoGPT import observers
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, LostConnection
-from nanoGPT.train_config import C
+from nanoGPT.errors import ConfigError
 from operate.agreement import check_agreement
 from operate.credentials import check_credentials
 from operate.device_progress import DeviceProgress, watch_device
@@ -84,21 +83,18 @@ class Observer(observers.Observer):
         self.memory_report: MemoryReport | None = None
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)  # torch reads it at the first collective
 
-    @classmethod
-    def configure(cls, config: C) -> C:
-        """Check memory and credentials, watch the launcher, and continue a job that was restarted."""
+    def prepare(self) -> None:
+        """Exclude spare ranks, watch the launcher, and check memory and credentials."""
+        exclude_spare_ranks(self.config)
         watch_launcher()
         ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
-        check_memory(config, ranks, local_ranks)
+        check_memory(self.config, ranks, local_ranks)
         if environment_number("RANK") == 0:
-            check_credentials(read_flags(config).track)
-        exclude_spare_ranks(config)
-        try:
-            return resume_after_restart(config)
-        except ConfigError as error:
-            if not isinstance(error, LostConnection):
-                end_elastic_job(config, error)
-            raise
+            check_credentials(self.flags.track)
+
+    def configure(self, run: Runtime) -> None:
+        """Continue a job that was restarted."""
+        resume_after_restart(run, self.config)
 
     def start(self, run: Runtime) -> None:
         """Compare the ranks, and begin to write heartbeats."""
@@ -108,7 +104,7 @@ class Observer(observers.Observer):
         self.device_progress, self.memory_report = watch_device(run.device), MemoryReport(self.config, run)
         try:
             for folder in ("heartbeat", "stacks"):
-                (self.out_dir / folder).mkdir(exist_ok=True)
+                (self.out_dir / folder).mkdir(parents=True, exist_ok=True)
             self.stack_file = open(self.out_dir / "stacks" / f"rank{run.rank}.txt", "a")
         except OSError as error:
             message = f"{error.filename} is not writable ({error.strerror}): move it away"
@@ -124,7 +120,7 @@ class Observer(observers.Observer):
         if self.memory_report:
             self.memory_report.model, self.memory_report.optimizer = model, optimizer
         if self.run.is_main and self.flags.track != "none":
-            self.tracker = Tracker(self.config, self.flags.track, self.run, first_step)
+            self.tracker = Tracker(self.config, self.flags.track, self.run, first_step, vars(model.config))
 
     def enter_stage(self, stage: str, step: int) -> None:
         """Count the stages that the GPU reaches."""

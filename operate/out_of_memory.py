@@ -5,7 +5,7 @@
     other tensors: use --batch_size=4, --kernels=loss, --fsdp_activation_checkpointing=full, --block_size=512 or FSDP on
     more ranks
 
-`check_parameters_fit` in `device.py` checks before a run whether the parameters can fit at all.
+`check_parameters_fit` in `measure/memory_limits.py` checks before a run whether the parameters can fit at all.
 """
 
 from collections.abc import Mapping

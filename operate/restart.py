@@ -1,7 +1,6 @@
 """Resume a job that torchrun has restarted, exclude the spare ranks of an elastic job, and stop with the launcher."""
 
 import contextlib
-import dataclasses
 import datetime
 import os
 import signal
@@ -14,13 +13,13 @@ from typing import Any
 import torch.distributed as dist
 
 from nanoGPT.checkpoint.manifest import read_manifests, step_directories
-from nanoGPT.distributed.environment import environment_number, port_number
+from nanoGPT.distributed.environment import environment_number, name_launcher, port_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection, NonFiniteLoss
 from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import load_saved_config
 from nanoGPT.job.start import handle_stop_signals
-from nanoGPT.train_config import C, TrainConfig
+from nanoGPT.train_config import TrainConfig
 
 ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
@@ -41,53 +40,54 @@ def read_elastic_job() -> tuple[str, int, str] | None:
 
 
 def name_job() -> str:
-    """Return the name of the elastic job, or of the agent of torchrun that has started this rank.
-
-    The start time of the agent distinguishes it from that of another job, which has the same process id in a container.
-    """
-    if job := read_elastic_job():
-        return job[2]
-    agent, started = os.getppid(), ""
-    with contextlib.suppress(OSError):  # only Linux has /proc
-        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {agent} {started}"
+    """Return the name of the elastic job, or of the agent of torchrun that has started this rank."""
+    job = read_elastic_job()
+    return job[2] if job else f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {name_launcher()}"
 
 
-def read_job_lines(out_dir: Path) -> list[str]:
-    """Return the lines of a directory's lock file if they name this job, else an empty list.
+def read_job_lines(out_dir: Path, names: list[str]) -> list[str]:
+    """Return the lines of a directory's lock file if they name one of these jobs or agents, else an empty list.
 
     The lines are the agents of the job that uses the directory, or the elastic job, and the tokens of its starts.
     """
     with contextlib.suppress(OSError):
         lines = (out_dir / ".lock").read_text().splitlines()
-        return lines if name_job() in lines else []
+        return lines if {*lines} & {*names} else []
     return []
 
 
-def resume_after_restart(config: C) -> C:
-    """Return the configuration with which the job continues if torchrun has restarted it.
+def resume_after_restart(run: Runtime, config: TrainConfig) -> None:
+    """Change the configuration, so that the job continues if torchrun has restarted it. Collective.
 
     torchrun repeats the same command, without --init_from=resume. Checkpoints of another job in the same directory are
-    refused at every restart, as they were at the start: the lock file names the job that may use the directory.
+    refused at every restart, as they were at the start: the lock file names the job that may use the directory. Only
+    rank 0 reads the directory.
+
+    Args:
+        run: this rank's Runtime.
+        config: changed in place, on every rank in the same way.
 
     Raises:
         LostConnection: ranks of an earlier start of this job still write into the directory.
     """
-    out_dir = Path(config.out_dir)
-    if environment_number("TORCHELASTIC_MAX_RESTARTS") == 0 or not (lines := read_job_lines(out_dir)):
-        return config
-    if environment_number("RANK") == 0:
-        wait_for_lock(out_dir)
-    if not step_directories(out_dir):
-        return config
-    if any(manifest.get("run") in lines for _, manifest in read_manifests(out_dir)):
-        config = dataclasses.replace(config, resume_step=None)  # an earlier start has resumed from it
-    if config.init_from != "resume":
-        if environment_number("RANK") == 0:
+    if environment_number("TORCHELASTIC_MAX_RESTARTS") == 0:
+        return
+    out_dir, names = Path(config.out_dir), run.gather(name_job())
+    if run.is_main and read_job_lines(out_dir, names):
+        wait_for_lock(out_dir)  # not in call_on_rank0, which would turn LostConnection into another ConfigError
+
+    def find_changes() -> dict[str, Any]:
+        lines = read_job_lines(out_dir, names)
+        if not lines or not step_directories(out_dir):
+            return {}
+        has_saved = any(manifest.get("run") in lines for _, manifest in read_manifests(out_dir))
+        changes: dict[str, Any] = {"resume_step": None} if has_saved else {}  # an earlier start has resumed from it
+        if config.init_from != "resume":
             print("torchrun has restarted the job: it resumes from its newest checkpoint", flush=True)
-        saved: dict[str, Any] = load_saved_config(type(config), config.out_dir)
-        config = dataclasses.replace(config, **{**saved, "out_dir": config.out_dir, "init_from": "resume"})
-    return config
+            changes |= load_saved_config(type(config), config.out_dir) | {"init_from": "resume"}
+        return changes
+
+    vars(config).update(run.call_on_rank0(find_changes))
 
 
 def wait_for_lock(out_dir: Path) -> None:
@@ -114,7 +114,7 @@ def record_job(run: Runtime, out_dir: Path) -> None:
     names = run.gather(name_job())
     if run.lock:
         with contextlib.suppress(OSError):  # the disk may be full
-            run.lock.write("\n".join(dict.fromkeys([*names, *read_job_lines(out_dir), run.token])))
+            run.lock.write("\n".join(dict.fromkeys([*names, *read_job_lines(out_dir, names), run.token])))
 
 
 def count_usable_ranks(config: TrainConfig, ranks: int) -> int:
@@ -161,7 +161,7 @@ def end_elastic_job(config: TrainConfig, error: BaseException | None) -> None:
     if (job := read_elastic_job()) is None:
         return
     if error is None and not has_finished(config):
-        os._exit(UNFINISHED)
+        raise SystemExit(UNFINISHED)
     code = {ConfigError: 2, NonFiniteLoss: 3}.get(type(error))
     if code:
         with contextlib.suppress(dist.DistError):

@@ -56,6 +56,7 @@ def digest_code() -> str:
     """Return a hash of the source files of the baseline and of all phases, including uncommitted changes."""
     folders = [PACKAGE, *sorted(PACKAGE.parent.glob("phase*"))]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.is_file()]
+    files += [path for path in [PACKAGE.parent / "train.py"] if path.is_file()]  # of a copy
     sources = [path for path in files if not {"data", "config"} & {*path.relative_to(PACKAGE.parent).parts}]
     return compute_digest(b"".join(path.name.encode() + path.read_bytes() for path in sources))
 

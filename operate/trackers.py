@@ -39,14 +39,17 @@ class Tracker:
         kind: tensorboard or wandb.
         run: this rank's Runtime.
         first_step: the first step of this run; 0 unless it resumes.
+        model_args: the shape of the model, which may be that of given weights.
     """
 
-    def __init__(self, config: TrainConfig, kind: str, run: Runtime, first_step: int) -> None:
+    def __init__(
+        self, config: TrainConfig, kind: str, run: Runtime, first_step: int, model_args: dict[str, Any]
+    ) -> None:
         self.kind, self.run = kind, run
         self.writer: Any = None
-        self._attempt(lambda: self._open(config, first_step))
+        self._attempt(lambda: self._open(config, first_step, model_args))
 
-    def _open(self, config: TrainConfig, first_step: int) -> None:
+    def _open(self, config: TrainConfig, first_step: int, model_args: dict[str, Any]) -> None:
         if self.kind == "wandb":
             import wandb
 
@@ -56,7 +59,7 @@ class Tracker:
                 id=choose_wandb_run_id(config, first_step),
                 resume="allow",
                 dir=config.out_dir,
-                config=dataclasses.asdict(config),
+                config={**dataclasses.asdict(config), **model_args},
             )
         else:
             from torch.utils.tensorboard import SummaryWriter

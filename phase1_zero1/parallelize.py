@@ -56,7 +56,7 @@ class Zero1Config(TrainConfig):
             raise ConfigError(f"{option} needs flat buckets: use --zero1_backend=flat, not {self.zero1_backend}")
 
 
-def shard_optimizer(model: GPT, config: Zero1Config, run: Runtime) -> DataParallelOptimizer:
+def shard_optimizer(model: GPT, config: Zero1Config) -> DataParallelOptimizer:
     """Return the configured optimizer for a model that is on its device and has its weights. Collective."""
     groups = param_groups(model, config.weight_decay)
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}

@@ -120,7 +120,7 @@ def train(config: Config) -> None:
         if weights:
             load_weights(model, weights)
         model.to(run.device)
-        optimizer = shard_optimizer(model, config, run)  # [zero1:shard] moves parameters into flat buckets
+        optimizer = shard_optimizer(model, config)  # [zero1:shard] moves parameters into flat buckets
         scaler = LossScaler(run.dtype == torch.float16)
         best_val_loss = float("inf")
         if checkpoint:

@@ -46,9 +46,8 @@ SENTENCES = {
     'make baseline DEVICE=cpu ARGS="--decay_lr=False --log_interval=1"': "train.py --decay_lr=False --log_interval=1",
     "\nIMPLEMENTATION.md lists what `train.py` adds.": "",
     ".venv/bin/": "",
-    "start ranks with torchrun or make": "start ranks with torchrun",
     ', "\n                "or evaluate the model on several ranks with `make evaluate`': "",
-    "use `make phase3`": "use the trainer of FSDP",
+    "`make phase3`": "the trainer of FSDP",
     " (`make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py` compares the functions of both versions)": "",
 }
 

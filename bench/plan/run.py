@@ -36,12 +36,10 @@ class RunPrediction:
 
     Attributes:
         step_seconds: time of a training step.
-        forward_seconds: time of a micro-batch of an evaluation.
         peak_bytes: peak memory of rank 0 in a step, without what is offloaded to the host.
     """
 
     step_seconds: float
-    forward_seconds: float
     peak_bytes: int
 
 
@@ -69,10 +67,10 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     # The roofline of an eager trace has eager and compiled times.
     traced = summarize_trace(replace(config, compile=False, dtype=dtype, **kernels_field), job)
     seconds, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels)
-    stages, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
+    _, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
     peak = find_peak(traced.peaks, loss_workspace(row, job, config.batch_size), row)
     ranks_per_core = max(1.0, ranks / (os.cpu_count() or 1)) if is_cpu else 1.0
-    return RunPrediction(ranks_per_core * step_seconds, ranks_per_core * stages["forward"], round(sum(peak.values())))
+    return RunPrediction(ranks_per_core * step_seconds, round(sum(peak.values())))
 
 
 def phase_options(config: TrainConfig) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def emulate_ddp(params: list[nn.Parameter]) -> Callable[[bool], None]:
 def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> TrainingSetup:
     """Set up phase 1."""
     model = GPT(shape)
-    optimizer = zero1.shard_optimizer(model, config, run)
+    optimizer = zero1.shard_optimizer(model, config)
     parallel_model = zero1.parallelize(model, optimizer, config, run) if optimizer.averages_gradients else model
     return TrainingSetup(
         parallel_model,

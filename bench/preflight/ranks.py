@@ -172,4 +172,4 @@ def main(package: str, results: str, bytes_per_save: str, out_dir: str) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(report_job_errors(lambda: main(*sys.argv[1:]), lambda error: None))
+    os._exit(report_job_errors(lambda: main(*sys.argv[1:])))

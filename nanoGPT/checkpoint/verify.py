@@ -1,7 +1,6 @@
 """Verify the size and the hash of every file in every checkpoint of a run.
 
     .venv/bin/python -m nanoGPT.checkpoint.verify --out_dir=out/my-run
-    python -m nanoGPT.checkpoint.verify --out_dir=out/my-run
 
 Nothing is repaired. A damaged checkpoint is reported, and a resume skips it.
 """

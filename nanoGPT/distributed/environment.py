@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -22,7 +23,7 @@ def master_address() -> tuple[str, int]:
     if not address or not port:
         raise ConfigError(
             f"the environment has RANK and WORLD_SIZE, but MASTER_ADDR={address} and MASTER_PORT={port}: start ranks "
-            "with torchrun or make, or set all four"
+            "with torchrun, or set all four"
         )
     return address, port_number(port)
 
@@ -47,9 +48,20 @@ def environment_number(name: str) -> int:
     value = os.environ.get(name) or "0"
     if not (value.isascii() and value.isdigit()):
         raise ConfigError(
-            f"the environment variable {name}={value} is not a number: start ranks with torchrun or make, or unset it"
+            f"the environment variable {name}={value} is not a number: start ranks with torchrun, or unset it"
         )
     return int(value)
+
+
+def name_launcher() -> str:
+    """Return the process id and, on Linux, the start time of torchrun's agent; without one, those of this process.
+
+    The start time distinguishes it from an earlier process with the same id, as in containers.
+    """
+    process, started = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(), ""
+    with contextlib.suppress(OSError):  # only Linux has /proc
+        started = "-" + Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{process}{started}"
 
 
 def read_launched_ranks(micro_batches: int) -> tuple[int, int]:

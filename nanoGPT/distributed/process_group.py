@@ -6,6 +6,8 @@ import os
 import socket
 import struct
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -40,8 +42,8 @@ def join_process_group(run: Runtime) -> None:
     address, port = master_address()
     choose_interface(run)
     try:
-        store = open_store(run)
-        dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, **options)
+        with open_store(run) as store:
+            dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free port") from None
@@ -56,17 +58,45 @@ def join_process_group(run: Runtime) -> None:
         ) from None
 
 
-def open_store(run: Runtime) -> dist.Store:
+@contextlib.contextmanager
+def open_store(run: Runtime) -> Iterator[dist.Store]:
     """Connect to the store through which the ranks meet, at MASTER_ADDR and MASTER_PORT.
 
-    torchrun's agent keeps its store through all restarts (torch 2.13), with the addresses of ranks that have exited.
-    Therefore each start uses its own prefix.
+    If torchrun may restart the ranks, it keeps its store (torch 2.13), with the addresses of ranks that have exited.
+    Each start then uses its own prefix of the keys. Agents count restarts separately, so rank 0 chooses a random
+    prefix. Each other rank asks for it under a random name, and rank 0 answers inside this context.
     """
-    store, _, _ = next(dist.rendezvous("env://", run.rank, run.world_size, timeout=run.timeout))
-    store.set_timeout(run.timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0 serves a new store
+
+    def connect() -> dist.Store:
+        store, _, _ = next(dist.rendezvous("env://", run.rank, run.world_size, timeout=run.timeout))
+        store.set_timeout(run.timeout)
         return store
-    return dist.PrefixStore(f"start {environment_number('TORCHELASTIC_RESTART_COUNT')}", store)
+
+    store, name, has_joined = connect(), os.urandom(8).hex(), threading.Event()
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 serves a new store
+    if not has_agent_store or environment_number("TORCHELASTIC_MAX_RESTARTS") == 0:
+        yield store
+        return
+    if run.is_main:
+        threading.Thread(target=serve_prefix, args=(connect(), run.world_size, name, has_joined), daemon=True).start()
+    else:
+        store.set(f"question of rank {run.rank}", name)
+        name = store.get(f"answer to {name}").decode()
+    try:
+        yield dist.PrefixStore(name, store)
+    finally:
+        has_joined.set()
+
+
+def serve_prefix(store: dist.Store, world_size: int, prefix: str, has_joined: threading.Event) -> None:
+    """Answer every request for the prefix of this start, until all ranks have joined the process group.
+
+    A request of an earlier start is answered too; no rank reads that answer.
+    """
+    while not has_joined.wait(0.1):
+        for request in (f"question of rank {rank}" for rank in range(1, world_size)):
+            if store.check([request]):
+                store.set(f"answer to {store.get(request).decode()}", prefix)
 
 
 def choose_interface(run: Runtime) -> None:

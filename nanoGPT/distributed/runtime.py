@@ -231,9 +231,9 @@ class Runtime:
         if not (self.world_size == 1 or self.request_clock.is_due()):
             return False, False
         time_of_step = self.request_clock.microseconds_per_step()
-        stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or self.wants_save, time_of_step)
+        wants_save, self.wants_save = self.wants_save, False
+        stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or wants_save, time_of_step)
         self.request_clock.schedule(slowest)
-        self.wants_save = False
         self.is_stopping = bool(stops)
         return self.is_stopping, bool(stops or saves)
 
@@ -320,7 +320,7 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
         "WORLD_SIZE" in values
     ):
         raise ConfigError(
-            f"the environment has invalid values, {values}: start ranks with torchrun or make, or unset these variables"
+            f"the environment has invalid values, {values}: start ranks with torchrun, or unset these variables"
         )
     rank, world_size = int(values.get("RANK", 0)), int(values.get("WORLD_SIZE", 1))
     local_rank, local_world_size = int(values.get("LOCAL_RANK", rank)), int(values.get("LOCAL_WORLD_SIZE", world_size))

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.distributed.environment import environment_number
+from nanoGPT.distributed.environment import environment_number, name_launcher
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, is_present, retry_reads, unique_name
@@ -13,21 +13,17 @@ from nanoGPT.train_config import TrainConfig
 
 
 def choose_out_dir(config: TrainConfig, package: str) -> str:
-    """Return the output directory of a run, if no launcher has chosen it: that of the flags, else a new one in out/.
+    """Return the output directory of a run that no launcher has chosen one for: that of the flags, else a new one.
 
-    The ranks of a node compute the same name without communication, from the process id of their agent. If torchrun
-    restarts them, they get the same name again. With several nodes, the name contains the number of
-    nodes.
+    The ranks of a node compute the same name without communication, from the process of their agent. If torchrun
+    restarts them, they get the same name again. With several nodes, the name contains the number of nodes.
     """
     if config.out_dir != TrainConfig.out_dir or config.init_from == "resume":
         return config.out_dir
     ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
     if local_ranks < ranks:
         return f"{config.out_dir}/{package}-{ranks // local_ranks}nodes"
-    name = f"{config.out_dir}/{package}-{os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else os.getpid()}"
-    if environment_number("TORCHELASTIC_RESTART_COUNT"):
-        return name
-    return next(each for each in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not step_directories(Path(each)))
+    return f"{config.out_dir}/{package}-{name_launcher()}"
 
 
 def enter_out_dir(run: Runtime, config: TrainConfig) -> None:

@@ -102,7 +102,9 @@ def package_of(config_class: type[TrainConfig]) -> str:
 
     The directory of the trainer can have any name in a copy of a phase.
     """
-    modules = [each.__module__ for each in config_class.__mro__]
+    trainer_class: Any = config_class
+    trainer_class = getattr(trainer_class, "trainer_class", trainer_class)  # without the flags of observers
+    modules = [each.__module__ for each in trainer_class.__mro__]
     return next(module.split(".")[0] for module in modules if module != "__main__")
 
 

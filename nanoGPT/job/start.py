@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.algorithms import choose_attention, use_algorithms
+from nanoGPT.distributed.algorithms import Attention, choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import Runtime, create_runtime, pick_device, pick_dtype
@@ -34,7 +34,7 @@ from nanoGPT.errors import (
 from nanoGPT.job.out_dir import choose_out_dir, enter_out_dir
 from nanoGPT.job.parse import config_from_launcher, package_of, parse
 from nanoGPT.job.program import unbreakable_output
-from nanoGPT.observers import Observers, find_modules
+from nanoGPT.observers import Observers
 from nanoGPT.train_config import PRETRAINED, TrainConfig, validate
 
 OWN_ERRORS = (ConfigError, NonFiniteLoss, DivergedRanks, SaveError)  # their messages need no explanation
@@ -72,8 +72,11 @@ def listen_for_signals(run: Runtime) -> None:
         handle_stop_signals(request_stop)
 
 
-def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> None:
+def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> Attention:
     """Check everything that can be checked before a process group starts and before any file is written.
+
+    Returns:
+        The choice of attention's backend.
 
     Raises:
         ConfigError: the run cannot work; the message says what to do.
@@ -81,7 +84,7 @@ def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> No
     validate(config, world_size)
     device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
     dtype, _ = pick_dtype(config.dtype, device)
-    choose_attention(config.attention, config.deterministic, device, dtype, config.dropout)
+    attention = choose_attention(config.attention, config.deterministic, device, dtype, config.dropout)
     is_known = config.init_from in ("scratch", "resume", *PRETRAINED)
     if not is_known and not (config.init_from and Path(config.init_from).is_dir()):
         suggestion = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])
@@ -90,6 +93,7 @@ def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> No
             f"{suggestion}"
         )
     TokenData.from_config(config)  # the trainer opens it again
+    return attention
 
 
 @contextlib.contextmanager
@@ -108,11 +112,11 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
     """
     observers = Observers(config)
     try:
+        observers.prepare()
         run = create_runtime(config.device, config.dtype, config.supports_mps)
         run.timeout, run.uses_autocast = config.timeout, config.uses_autocast
-        attention = choose_attention(config.attention, config.deterministic, run.device, run.dtype, config.dropout)
+        attention = check_run(config, run.world_size, run.local_world_size)
         run.reasons["attention"] = attention.reason
-        check_run(config, run.world_size, run.local_world_size)
         if run.device.type == "cuda":
             torch.cuda.set_device(run.device)
         elif run.world_size > 1:
@@ -121,6 +125,7 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
             join_process_group(run)
         run.token = run.gather(run.token)[0]
         if not reads_only:
+            observers.configure(run)
             enter_out_dir(run, config)
             listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
             run.observers = observers
@@ -132,7 +137,9 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
         run.barrier()
     except BaseException as error:
         if isinstance(error, DivergedRanks | NonFiniteLoss):
-            run.finish()  # all ranks raise this at the same step, and a save in progress is of an earlier step
+            # All ranks raise this at the same step, and a save in progress is of an earlier step.
+            with contextlib.suppress(SaveError):
+                run.finish()
         sentence = None if isinstance(error, OWN_ERRORS) else observers.explain(error)
         if not reads_only:
             observers.end(error)
@@ -157,8 +164,6 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
         if config is None:
             config = parse(config_class, sys.argv[1:], Path(trainer), environment_number("WORLD_SIZE") or 1)
             config = dataclasses.replace(config, out_dir=choose_out_dir(config, package_of(config_class)))
-        for module in find_modules(config.observers):
-            config = module.Observer.configure(config)
         train(config)
 
     with unbreakable_output():
@@ -191,8 +196,8 @@ def report_job_errors(
         code = report_failure(1, str(error))
     except KeyboardInterrupt:
         code = report_failure(130, f"interrupted before the step was complete: {remedy}")
-    except SystemExit:
-        raise  # --help
+    except SystemExit as error:  # --help, or an observer that sets the exit code
+        code = int(error.code or 0)
     except BaseException as error:
         sentence = explain(error)
         if sentence is None:

@@ -106,7 +106,7 @@ def test_a_failed_asynchronous_save_requests_the_next_one(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     directory.save(1, fail, {}, copy=lambda: None)
-    directory.saving.exception()  # wait for the save
+    directory.pending_save.exception()  # wait for the save
     assert directory.is_save_due(0)
     with pytest.raises(SaveError, match="step-00000001 was not saved"):
         directory.save(2, write_bytes(b"two"), {})

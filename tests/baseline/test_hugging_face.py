@@ -221,7 +221,7 @@ def save_in_multiple_files(folder: Path) -> list[Path]:
 def test_a_missing_file_is_refused(tmp_path):
     """If one of multiple files is missing, the error names a parameter that it contained."""
     save_in_multiple_files(tmp_path)[1].unlink()
-    assert_directory_refused(tmp_path, "its shape is None in the checkpoint")
+    assert_directory_refused(tmp_path, "its shape is missing in the checkpoint")
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):

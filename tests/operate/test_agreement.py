@@ -155,7 +155,7 @@ def test_a_rank_reads_the_configuration_from_its_environment(phase, tmp_path, mo
 
 
 WRONG_ENVIRONMENTS = [
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR= and MASTER_PORT=: start ranks with torchrun or make"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR= and MASTER_PORT=: start ranks with torchrun, or set all four"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
     ({"TORCHELASTIC_MAX_RESTARTS": "many"}, "TORCHELASTIC_MAX_RESTARTS=many"),
 ]
@@ -225,10 +225,12 @@ def stop_on_a_signal(signal_step: int) -> tuple[list[int], int]:
         now += 0.2 if run.rank == 1 else 0.01
         if step == signal_step and run.rank == 1:
             run.request_stop("SIGTERM")
+        if step == 5 and run.rank == 2:
+            run.request_save()
         with CollectiveCounter() as traffic:
             should_stop, should_save = run.exchange_requests(run.rank == 0 and step == 11)
         exchanges += [step] if traffic.rows else []
-        assert should_save == (should_stop or step == 11)
+        assert should_save == (should_stop or step in (6, 11))
         if should_stop:
             break
     return exchanges, step

@@ -269,7 +269,7 @@ def test_options_that_cannot_be_combined_are_refused(flags, words, tmp_path):
 def count_pending_buckets(config: Any) -> tuple[int, int]:
     """Return the number of buckets, and how many are still being all-gathered when the trainer's step returns."""
     model, run = GPT(GPTConfig(2, 2, 32, 16, False, 75)), create_runtime(config.device, config.dtype)
-    optimizer = shard_optimizer(model, config, run)
+    optimizer = shard_optimizer(model, config)
     assert isinstance(optimizer, Zero1Optimizer)
     parallel_model = parallelize(model, optimizer, config, run)
     x = torch.zeros(1, 16, dtype=torch.int64)

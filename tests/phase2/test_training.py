@@ -13,8 +13,6 @@ import textwrap
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.errors import ConfigError
@@ -47,8 +45,6 @@ SMALL = {
     "learning_rate": 1e-2,
     "min_lr": 1e-3,
 }
-# All kernels except attention, whose dropout draws other masks than the baseline.
-WITHOUT_ATTENTION = "adamw,embedding,gelu,layernorm,loss"
 
 
 def make_model(**changes) -> GPT:
@@ -225,31 +221,6 @@ def test_bfloat16_losses_are_near_the_baseline(tmp_path, device):
         for phase in ("nanoGPT", "phase2_triton")
     )
     assert gap(base, ours) <= 4e-3
-
-
-def run_data_parallel_step(how: str, device: str) -> tuple[float, float]:
-    """Return the error of this rank's loss, and the max error of its gradients.
-
-    The reference is the plain model: its loss, and the mean of its gradients over the ranks.
-    """
-    rank = torch.distributed.get_rank()
-    torch.set_default_device(torch.device(device, rank) if device == "cuda" else device)
-    plain, net = make_model(), make_model()
-    apply_kernels(net)
-    if how == "ddp":
-        parallel_model: nn.Module = DDP(net)
-    else:
-        for block in net.blocks:
-            fully_shard(block)
-        parallel_model = fully_shard(net)
-    loss, grads = run_step(parallel_model, *make_batch(rank))
-    expected = [run_step(plain, *make_batch(r)) for r in range(2)]
-    max_error = 0.0
-    for name, g in grads.items():
-        full_gradient = g.full_tensor() if how == "fsdp" else g
-        mean = sum(grads[name.removeprefix("module.")] for _, grads in expected) / 2
-        max_error = max(max_error, (full_gradient - mean).abs().max().item())
-    return abs(loss - expected[rank][0]), max_error
 
 
 def test_activation_checkpointing_gives_the_same_gradients():

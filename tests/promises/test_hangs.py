@@ -182,6 +182,7 @@ def test_compiling_counts_as_progress(tmp_path):
     """While the main thread compiles, every heartbeat counts as progress. While a compiled model runs, none counts."""
     (tmp_path / "heartbeat").mkdir()
     run = Runtime(0, 0, 1, 1, torch.device("cpu"), torch.float32)
+    run.progress.stage = "forward"
     with open(tmp_path / "rank0.txt", "w") as file:
         heartbeat = HeartbeatThread(run, tmp_path, 10.0, file, "nanoGPT")
     exemptions = []

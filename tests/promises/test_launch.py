@@ -215,7 +215,8 @@ def start_again(out: Path, agent: str = "this job", **fields) -> tuple[str, int,
     os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": agent}
     run = create_runtime("cpu", "float32")
     run.barrier()
-    config = resume_after_restart(tiny("nanoGPT", out, **fields))
+    config = tiny("nanoGPT", out, **fields)
+    resume_after_restart(run, config)
     run.barrier()
     try:
         enter_out_dir(run, config)

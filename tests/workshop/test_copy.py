@@ -13,7 +13,8 @@ from nanoGPT.errors import ConfigError
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program, make_flags
 from tests.helpers.training import TINY, tiny, train
-from workshop.copy_phase import copy_phase
+from workshop.copy_phase import SENTENCES, copy_phase
+from workshop.imports import find_modules
 from workshop.ranks import losses
 
 # Python runs this before the program. It removes the editable installation of this repository. At exit, it records all
@@ -123,3 +124,9 @@ def test_wrong_copies_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="WITH=operate,bench names bench"):
         copy_phase("phase1", tmp_path / "new", ("operate", "bench"))
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+def test_each_replaced_sentence_occurs_in_the_source():
+    """A sentence that a copy replaces, and that is changed in its source, must be changed in the table too."""
+    sources = [path.read_text() for name, path in find_modules().items() if not name.startswith("workshop.")]
+    assert [sentence for sentence in SENTENCES if not any(sentence in text for text in sources)] == []
