@@ -23,7 +23,7 @@ import torch
 from evaluation.tensor_parallel import take_part
 from evaluation.units import find_units
 from nanoGPT.costs import ring_bytes
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPTConfig, ModelConfig
 
 Spread = Literal["fsdp", "offload", "tp"]
 SPREADS: tuple[Spread, ...] = ("fsdp", "offload", "tp")
@@ -62,20 +62,21 @@ class ModelSize:
         return sum(self.layers) + self.root
 
 
-def measure_gpt(shape: GPTConfig) -> ModelSize:
-    """Return the sizes of a GPT."""
+def measure_gpt(shape: ModelConfig) -> ModelSize:
+    """Return the sizes of a model of this project. Only GPT-2 supports tensor parallelism."""
     with torch.device("meta"):
-        model = GPT(shape)
+        model = shape.create_model()
     layers = tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     params = dict(model.named_parameters())
     full = [param.numel() for name, param in params.items() if take_part(param, name, 1, 2).numel() == param.numel()]
+    kv_heads = getattr(shape, "n_kv_head", shape.n_head)
     return ModelSize(
         layers,
         sum(param.numel() for param in params.values()) - sum(layers),
         sum(full),
         shape.n_embd,
-        shape.n_embd,
-        shape.n_head,
+        shape.n_embd // shape.n_head * kv_heads,
+        kv_heads if isinstance(shape, GPTConfig) else 0,
         shape.vocab_size,
         tuple(tuple(find_units(block).values()) for block in model.blocks),
     )
@@ -179,6 +180,7 @@ def choose_spread(
     if divides and ranks > 1 and needs["tp"] <= limit:
         return "tp", "weights stay where they are, and only activations are communicated"
     why_not = "it does not fit with tp" if divides else f"tp needs a number of ranks that divides {size.kv_heads} heads"
+    why_not = why_not if size.kv_heads else "tp does not support this model"
     if ranks > 1 and needs["fsdp"] <= limit:
         return "fsdp", why_not
     if needs["offload"] <= limit:

@@ -8,7 +8,6 @@ Three ways (`--spread`):
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from evaluation.costs import Spread
 from evaluation.generation import SlotCache
 from evaluation.units import shard_for_generation
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPT, ModelConfig
 from phase3_fsdp import fsdp
 
 
@@ -47,7 +46,7 @@ class GptModel:
 
 
 @torch.no_grad()
-def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime) -> GPT:
+def spread_gpt(shape: ModelConfig, weights: Mapping[str, Tensor], spread: Spread, run: Runtime) -> GPT:
     """Return a GPT whose weights are spread over the ranks, in the dtype of the Runtime. Collective.
 
     It is built on the meta device. Each rank then reads one parameter after the other, and keeps its part.
@@ -59,7 +58,7 @@ def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, 
         run: this rank's Runtime.
     """
     with torch.device("meta"):
-        model = GPT(replace(shape, dropout=0.0)).to(run.dtype)
+        model = shape.change(dropout=0.0).create_model().to(run.dtype)
     model.eval().requires_grad_(False)
     if spread == "offload" or (spread == "fsdp" and run.world_size > 1):
         shard_for_generation(model, model.blocks, spread == "offload", run)  # type: ignore[arg-type]
@@ -70,7 +69,9 @@ def spread_gpt(shape: GPTConfig, weights: Mapping[str, Tensor], spread: Spread, 
     if run.world_size > 1:
         tensor_parallel.parallelize(model, run.rank, run.world_size)
     fsdp.allocate_shards(model, run.device)
-    model.lm_head.weight = model.transformer["wte"].weight  # type: ignore[assignment]  # one parameter again
+    for name, source in shape.tied_names().items():  # one parameter again
+        path, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(path), kind, model.get_parameter(source))
     for name, param in model.named_parameters():
         param.copy_(tensor_parallel.take_part(weights[name], name, run.rank, run.world_size))
     return model

@@ -16,7 +16,7 @@ from nanoGPT.checkpoint.manifest import find_checkpoint
 from nanoGPT.checkpoint.starting_point import is_run
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import ModelConfig
 from nanoGPT.prepare.meta import GPT2_VOCAB
 from nanoGPT.prepare.tokenizer import Tokenizer
 from nanoGPT.sample import read_checkpoint, read_model
@@ -46,14 +46,14 @@ class OpenedModel(Protocol):
 
 
 class OpenedGpt:
-    """A `GPT` of this project: a run, nanoGPT's ckpt.pt, or a GPT-2 of Hugging Face.
+    """A model of this project: a run, nanoGPT's ckpt.pt, or a GPT-2 of Hugging Face.
 
     Args:
         name, weights: as in `OpenedModel`.
         content: what `read_model` returns.
     """
 
-    def __init__(self, name: str, weights: str, content: tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]):
+    def __init__(self, name: str, weights: str, content: tuple[ModelConfig, Mapping[str, Tensor], Tokenizer, int]):
         self.name, self.weights = name, weights
         self.shape, self.tensors, tokenizer, ids = content
         self.size, self.context = measure_gpt(self.shape), self.shape.block_size

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoGPT.checkpoint.training_state import EMBEDDING
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
 
+EMBEDDING = "transformer.wte.weight"
 COLUMN_PARALLEL = ("attn.c_attn", "mlp.c_fc")
 ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj")
 
@@ -59,8 +59,13 @@ def parallelize(model: GPT, rank: int, ranks: int) -> None:
         rank, ranks: of the default process group.
 
     Raises:
-        ConfigError: the number of ranks does not divide the heads.
+        ConfigError: the model is not GPT-2, or the number of ranks does not divide the heads.
     """
+    if model.config.model != "gpt2":
+        raise ConfigError(
+            f"--spread=tp does not support --model={model.config.model} of a run: use --spread=fsdp, or export the run "
+            "for transformers and give that directory as --out_dir"
+        )
     check_heads(model.config.n_head, ranks)
     vocab_size = model.config.vocab_size
     for name, full in list(model.named_parameters()):

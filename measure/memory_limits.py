@@ -18,7 +18,7 @@ import torch
 from nanoGPT.dataset import read_identity
 from nanoGPT.distributed.runtime import pick_device
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 
 SMALLER_MODEL = "use a smaller --n_layer, --n_embd or --vocab_size, or `make phase3` on more "
@@ -99,7 +99,7 @@ def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, 
     Raises:
         ConfigError: the parameters alone need more memory than the node has or a limit allows.
     """
-    shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
+    shape = make_shape({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
     weights = 4 * shape.count_params() * config.local_param_fraction(world_size, local_world_size, on_gpu=False)
     for owner, total, is_shared in host_limits():
         needed = weights * (local_world_size if is_shared else 1)
@@ -125,7 +125,7 @@ def check_state_fits(
     Raises:
         ConfigError: the model state alone needs more memory; the message has the number of GPUs that FSDP needs.
     """
-    shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
+    shape = make_shape({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
     params = shape.count_params()
     needed = config.min_gpu_state(world_size, local_world_size) * params
     if needed <= gpu_bytes:

@@ -23,15 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoGPT.checkpoint.dcp_reader import read_shards
-from nanoGPT.checkpoint.hugging_face import CONV1D
+from nanoGPT.checkpoint.hugging_face import CONV1D, find_format
 from nanoGPT.checkpoint.manifest import find_checkpoint
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
-from nanoGPT.checkpoint.training_state import EMBEDDING, HEAD, FullState, order_for_optimizer, read_full_state
+from nanoGPT.checkpoint.training_state import FullState, order_for_optimizer, read_full_state, remove_defaults
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPTConfig, ModelConfig, make_shape
 from nanoGPT.prepare.download import TIKTOKEN_FILES
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity
 from nanoGPT.train_config import StepChoice
@@ -70,7 +70,7 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
     checkpoint, folder = find_checkpoint(Path(out_dir), step=resume_step), Path(to)
     check_no_overwrite(folder, format)
     manifest = checkpoint.manifest
-    shape = GPTConfig.from_dict(manifest["model_args"])
+    shape = make_shape(manifest["model_args"])
     folder.mkdir(parents=True, exist_ok=True)
     # Files are moved into place only when all are written. `scratch` is for a state that is larger than the memory.
     with (
@@ -89,7 +89,7 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
                 write_hf_tokenizer(Path(temporary), tokenizer)
             else:
                 state = read_into_files(checkpoint.path, shape, Path(scratch))
-                save_ckpt(Path(temporary), state, checkpoint.step, manifest)
+                save_ckpt(Path(temporary), state, shape, checkpoint.step, manifest)
         except (RuntimeError, OSError, SafetensorError) as error:  # all can mean a full disk
             raise ConfigError(f"--to={to} could not be written ({error}): free some disk space") from None
         for file in sorted(Path(temporary).iterdir()):
@@ -100,7 +100,7 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
 # ---- nanoGPT's ckpt.pt
 
 
-def read_into_files(path: Path, shape: GPTConfig, folder: Path) -> FullState:
+def read_into_files(path: Path, shape: ModelConfig, folder: Path) -> FullState:
     """Return the full state of a checkpoint, with its parameters in nanoGPT's order. It may be larger than the memory.
 
     Args:
@@ -109,7 +109,7 @@ def read_into_files(path: Path, shape: GPTConfig, folder: Path) -> FullState:
         folder: where the tensors of shards are written; it must outlive them.
     """
     with torch.device("meta"):
-        names = [name for name, _ in GPT(shape).named_parameters()]
+        names = [name for name, _ in shape.create_model().named_parameters()]
     state = read_full_state(path)
     if state.reader is None:
         return dataclasses.replace(state, model={name: state.model[name] for name in names})
@@ -140,7 +140,7 @@ def map_to_file(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(file), shared=True, size=size.numel(), dtype=dtype).view(size)
 
 
-def save_ckpt(folder: Path, state: FullState, step: int, manifest: dict[str, Any]) -> None:
+def save_ckpt(folder: Path, state: FullState, shape: ModelConfig, step: int, manifest: dict[str, Any]) -> None:
     """Write `ckpt.pt` in nanoGPT's format, with its keys and its order of parameters in the optimizer.
 
     nanoGPT cannot use the optimizer state of Muon.
@@ -148,6 +148,7 @@ def save_ckpt(folder: Path, state: FullState, step: int, manifest: dict[str, Any
     Args:
         folder: an existing directory.
         state: the model, with its parameters in nanoGPT's order, and the optimizer.
+        shape: of the model.
         step: number of completed updates.
         manifest: of the checkpoint.
     """
@@ -159,9 +160,9 @@ def save_ckpt(folder: Path, state: FullState, step: int, manifest: dict[str, Any
     adamw = torch.optim.AdamW(groups, config["learning_rate"], (config["beta1"], config["beta2"]))
     states = {i: dict(state.optimizer[name]) for i, name in enumerate(order) if name in state.optimizer}
     content = {
-        "model": {HEAD: state.model[EMBEDDING], **state.model},
+        "model": {name: state.model[source] for name, source in shape.tied_names().items()} | dict(state.model),
         "optimizer": {**adamw.state_dict(), "state": states},
-        "model_args": {k: v for k, v in manifest["model_args"].items() if k != "gelu" or v != "none"},
+        "model_args": remove_defaults(manifest["model_args"]),
         "iter_num": step,
         "best_val_loss": manifest["best_val_loss"],
         "config": config,
@@ -187,31 +188,35 @@ def write_hf_tokenizer(folder: Path, tokenizer: TokenizerIdentity) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
 
 
-def convert_to_hf(shape: GPTConfig, weights: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Tensor]]:
+def convert_to_hf(shape: ModelConfig, weights: Mapping[str, Tensor], rows: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and tensor of each parameter in the layout of `transformers`.
 
-    Conv1D weights are transposed, and the padding rows of the embedding are dropped.
+    The padding rows of the vocabulary are dropped. For GPT-2, Conv1D weights are transposed, and biases are added.
 
     Raises:
-        ConfigError: the parameters are not those of GPT-2.
+        ConfigError: the parameters are not those of the model in `transformers`.
     """
-    layers = [f"transformer.h.{i}.{name}" for i in range(shape.n_layer) for name in LAYER]
-    names = [EMBEDDING, "transformer.wpe.weight", *layers, "transformer.ln_f.weight"]
-    biases = [name.removesuffix("weight") + "bias" for name in names[2:]] if shape.bias else []
-    if different := sorted({*names, *biases} ^ {*weights}):
+    if isinstance(shape, GPTConfig):
+        layers = [f"transformer.h.{i}.{name}" for i in range(shape.n_layer) for name in LAYER]
+        names = ["transformer.wte.weight", "transformer.wpe.weight", *layers, "transformer.ln_f.weight"]
+        names += [name.removesuffix("weight") + "bias" for name in names[2:]] if shape.bias else []
+    else:
+        names = find_format(shape.model).list_parameters(shape)
+    if different := sorted({*names} ^ {*weights}):
         raise ConfigError(
-            f"this model is not GPT-2: {different[0]} is only in {'it' if different[0] in weights else 'GPT-2'}; "
-            "only GPT-2 can be exported for transformers: use --format=ckpt"
+            f"this model is not the {shape.model} of transformers: {different[0]} is only in "
+            f"{'it' if different[0] in weights else shape.model}; use --format=ckpt"
         )
     for name, value in weights.items():
-        value = value[:rows] if name == EMBEDDING else value
-        yield name, (value.t() if name.endswith(CONV1D) else value).contiguous()
-        if not shape.bias and (".ln_" in name or name.endswith(CONV1D)):  # Hugging Face's GPT-2 always has biases
+        value = value[:rows] if name in shape.VOCABULARY else value
+        is_transposed = isinstance(shape, GPTConfig) and name.endswith(CONV1D)
+        yield name, (value.t() if is_transposed else value).contiguous()
+        if isinstance(shape, GPTConfig) and not shape.bias and (".ln_" in name or name.endswith(CONV1D)):
             yield name.removesuffix("weight") + "bias", torch.zeros(value.shape[0], dtype=value.dtype)
 
 
 def write_hf(
-    folder: Path, shape: GPTConfig, weights: Mapping[str, Tensor], rows: int, file_bytes: int = 2 << 30
+    folder: Path, shape: ModelConfig, weights: Mapping[str, Tensor], rows: int, file_bytes: int = 2 << 30
 ) -> None:
     """Write a directory that `transformers` can read, with one or more safetensors files.
 
@@ -254,22 +259,16 @@ def rename_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def write_hf_config(folder: Path, shape: GPTConfig, rows: int) -> None:
+def write_hf_config(folder: Path, shape: ModelConfig, rows: int) -> None:
     """Write config.json for a model of this shape, with a vocabulary of `rows` tokens."""
     end_of_text = GPT2_VOCAB - 1 if rows >= GPT2_VOCAB else None  # GPT-2's <|endoftext|>
     config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu" if shape.gelu == "none" else "gelu_new",
-        **{name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")},
-        "n_positions": shape.block_size,
+        "model_type": shape.model,
+        **find_format(shape.model).write_fields(shape),
         "vocab_size": rows,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
     }
-    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), shape.dropout)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 

@@ -5,18 +5,79 @@ The architecture is a Transformer decoder with LayerNorm before each sublayer (R
 """
 
 import hashlib
+import importlib
 import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nanoGPT.errors import ConfigError, did_you_mean
+
+
+class ModelConfig:
+    """The shape of a model. Each model extends this class with a dataclass: see docs/models.md.
+
+    Attributes:
+        model: the name of the model, a value of `--model`.
+        BLOCKS: the path of the blocks, an nn.ModuleList.
+        POSITIONS: the parameter with a row for each position; None if the model has none.
+        RESIDUAL: the ends of the names of the projections into the residual stream.
+        VOCABULARY: the parameters with a row for each token id.
+    """
+
+    model: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    vocab_size: int
+    dropout: float
+
+    BLOCKS: ClassVar[str]
+    POSITIONS: ClassVar[str | None] = None
+    RESIDUAL: ClassVar[tuple[str, ...]]
+    VOCABULARY: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Create a shape from a mapping; ignore keys that are not fields."""
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: values[name] for name in names if name in values})
+
+    def change(self, **values: Any) -> Self:
+        """Return a shape with other values of some fields."""
+        return type(self)(**{**vars(self), **values})
+
+    def create_model(self) -> "GPT":
+        """Return a model of this shape. Its weights have no meaning yet."""
+        raise NotImplementedError
+
+    def tied_names(self) -> dict[str, str]:
+        """Return the other name of each tied parameter, with the name under which it is saved."""
+        raise NotImplementedError
+
+    def initial_std(self, name: str) -> float:
+        """Return the standard deviation of the initial values of a weight: smaller for RESIDUAL, as in GPT-2."""
+        return 0.02 / math.sqrt(2 * self.n_layer) if name.endswith(self.RESIDUAL) else 0.02
+
+    def count_params(self) -> int:
+        """Return the number of parameters. A tied parameter counts once."""
+        raise NotImplementedError
+
+    def flops_per_token(self) -> int:
+        """Return the FLOPs of forward and backward per token."""
+        raise NotImplementedError
+
 
 @dataclass
-class GPTConfig:
-    """The shape of a model. The first seven fields are nanoGPT's `model_args`."""
+class GPTConfig(ModelConfig):
+    """The shape of a GPT-2. The first seven fields are nanoGPT's `model_args`."""
 
     n_layer: int = 12
     n_head: int = 12
@@ -29,10 +90,18 @@ class GPTConfig:
         "none"  # "none": exact, as in nanoGPT; "tanh": the approximation that OpenAI used in training
     )
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":
-        """Create a GPTConfig from a mapping; ignore keys that are not fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+    model: Literal["gpt2"] = "gpt2"
+
+    BLOCKS = "transformer.h"
+    POSITIONS = "transformer.wpe.weight"
+    RESIDUAL = ("c_proj.weight",)
+    VOCABULARY = ("transformer.wte.weight",)
+
+    def create_model(self) -> "GPT":
+        return GPT(self)
+
+    def tied_names(self) -> dict[str, str]:
+        return {"lm_head.weight": "transformer.wte.weight"}
 
     def count_params(self) -> int:
         """Return the number of parameters of a model of this shape. The tied embedding and head count once."""
@@ -80,7 +149,31 @@ class KVCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
-class CausalSelfAttention(nn.Module):
+class Attention(nn.Module):
+    """The part of attention that all models share. Their attention modules extend this class."""
+
+    dropout: float
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+        """Return softmax(q k' / sqrt(hs)) v, (B, nh, T, hs), where each query attends to the keys of earlier tokens.
+
+        Args:
+            q: (B, nh, T, hs).
+            k, v: (B, nh, T, hs), or those of all tokens so far if there is a cache.
+            cache: decides with its mask which keys a query attends to, if it has one.
+        """
+        mask = cache.mask if cache else None
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and q.size(2) > 1,  # with a cache there is one query, which attends to every key
+        )
+
+
+class CausalSelfAttention(Attention):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
@@ -94,18 +187,9 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs); nh: the heads of this rank
         k = k.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        mask = None
         if cache is not None:
             k, v = cache.extend(k, v, self.block_size)  # (B, nh, T so far, hs)
-            mask = cache.mask
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and T > 1,  # with a cache there is one query, which attends to every key
-        )
+        y = self.attend(q, k, v, cache)  # (B, nh, T, hs)
         y = y.transpose(1, 2).contiguous().view(B, T, -1)  # concatenate the heads
         return self.resid_dropout(self.c_proj(y))
 
@@ -136,21 +220,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2. `lm_head.weight` and `transformer.wte.weight` are tied: one parameter with two names."""
+    """GPT-2. `lm_head.weight` and `transformer.wte.weight` are tied: one parameter with two names.
+
+    Other models extend this class. They replace `__init__`, `embed` and `normalize`.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config: ModelConfig = config
         wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer = nn.ModuleDict(
             {
                 "wte": wte,
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
                 "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
                 "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
             }
         )
+        self.drop = nn.Dropout(config.dropout)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = wte.weight
 
@@ -177,7 +264,7 @@ class GPT(nn.Module):
         tokens = idx.size(1) + (caches[0].length if caches else 0)
         if tokens > self.config.block_size:
             raise ValueError(f"{tokens} tokens do not fit into block_size {self.config.block_size}")
-        x = self.transformer["drop"](self.embed(idx, caches[0].first_position if caches else 0))  # (B, T, C)
+        x = self.drop(self.embed(idx, caches[0].first_position if caches else 0))  # (B, T, C)
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         return x
@@ -189,7 +276,11 @@ class GPT(nn.Module):
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) for (B, T, C) outputs of the last block."""
-        return self.lm_head(self.transformer["ln_f"](x))
+        return self.lm_head(self.normalize(x))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return the input of the head, (B, T, C), for (B, T, C) outputs of the last block."""
+        return self.transformer["ln_f"](x)
 
     def compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of (B, T, C) outputs of the last block with (B, T) targets."""
@@ -209,7 +300,7 @@ class GPT(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        blocks = self.transformer["h"]
+        blocks = self.get_submodule(self.config.BLOCKS)
         assert isinstance(blocks, nn.ModuleList)
         return blocks
 
@@ -217,18 +308,19 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialize the parameters as in GPT-2.
 
-        Weights are normal with std 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream. The values
-        depend on the seed, the name of the parameter and its shape, but not on the order of the parameters, the device
-        or the number of ranks.
+        The values depend on the seed, the name of the parameter and its shape, but not on the order of the parameters,
+        the device or the number of ranks.
         """
         for name, param in self.named_parameters():
-            draw_initial_rows(param, name, param.shape, self.config.n_layer, seed)
+            draw_initial_rows(param, name, param.shape, self.config.initial_std(name), seed)
 
+
+Shape = GPTConfig
 
 MAX_CHUNK_ELEMENTS = 2**16  # at most this many elements (or one row) per generator
 
 
-def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, n_layer: int, seed: int, begin: int = 0) -> None:
+def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, std: float, seed: int, begin: int = 0) -> None:
     """Fill `out` with the initial values of consecutive rows of a parameter.
 
     Each chunk of rows has its own CPU generator, keyed by (seed, parameter name, chunk). A rank therefore draws only
@@ -237,14 +329,13 @@ def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, n_layer: int, s
     Args:
         out: rows of the parameter, or all of it, on any device.
         name, shape: of the full parameter.
-        n_layer: number of blocks; projections into the residual stream have smaller values in deeper models.
+        std: standard deviation of the values. A vector is a bias, 0, or the gain of a norm, 1.
         seed: of the run.
         begin: the row of the parameter that `out` begins with.
     """
-    if len(shape) == 1:  # a bias, or the gain of a LayerNorm
+    if len(shape) == 1:
         out.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
-    std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
     size, end = max(1, MAX_CHUNK_ELEMENTS // shape[1:].numel()), begin + len(out)  # rows of a chunk; the last row + 1
     for chunk in range(begin // size, -(-end // size)):
         first, last = chunk * size, min((chunk + 1) * size, shape[0])
@@ -255,3 +346,41 @@ def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, n_layer: int, s
         part = slice(max(first, begin), min(last, end))
         out[part.start - begin : part.stop - begin].copy_(rows[part.start - first : part.stop - first])
         del rows  # before the next chunk is allocated
+
+
+# ---- the models that `--model` names
+
+MODULES = {"llama": "nanoGPT.llama"}
+
+
+def find_architecture(name: str) -> ModuleType:
+    """Return the module of a model. Its class `Shape` is that of the model's shape.
+
+    If it has a dataclass `Flags`, its fields are flags of the trainers. The module is imported only if a run names it.
+
+    Args:
+        name: gpt2, a name in MODULES, or that of a module, such as my_company.mamba.
+
+    Raises:
+        ConfigError: there is no such module, or it has no class Shape.
+    """
+    if name == "gpt2":
+        return sys.modules[__name__]
+    known = ["gpt2", *MODULES]
+    try:
+        module = importlib.import_module(MODULES.get(name, name))
+    except (ModuleNotFoundError, TypeError, ValueError) as error:
+        hint = did_you_mean(name, known) or f": use {' or '.join(known)}, or a module that defines a model"
+        raise ConfigError(f"--model={name} cannot be imported ({error}){hint}") from None
+    if not hasattr(module, "Shape"):
+        raise ConfigError(f"--model={name} has no class Shape, so it is no model: use {' or '.join(known)}")
+    return module
+
+
+def make_shape(values: Mapping[str, Any]) -> ModelConfig:
+    """Return the shape of the model that a configuration of a run or the model_args of a checkpoint describe.
+
+    Keys that are not fields of the shape are ignored. A checkpoint that names no model is of a GPT-2.
+    """
+    shape: type[ModelConfig] = find_architecture(values.get("model", "gpt2")).Shape
+    return shape.from_dict(dict(values))

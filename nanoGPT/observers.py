@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.model import find_architecture
 
 DEFAULT_OBSERVERS = ("operate", "measure")
 
@@ -32,7 +33,7 @@ F = TypeVar("F", bound="Flags")
 
 @dataclass
 class Flags:
-    """Flags of a trainer. The configuration of a trainer and the flags of an observer extend this class."""
+    """Flags of a trainer. The configuration of a trainer and the flags of a model or an observer extend this class."""
 
     @property
     def timeout(self) -> datetime.timedelta:
@@ -209,31 +210,31 @@ def read_flags(config: Any, flags_class: type[F]) -> F:
     return flags_class(**{name: getattr(config, name) for name in names})
 
 
-def add_flags(config_class: type[F], names: str) -> type[F]:
-    """Return the configuration class of a trainer with the flags of its observers.
+def add_flags(config_class: type[F], names: str, model: str = "gpt2") -> type[F]:
+    """Return the configuration class of a trainer with the flags of its observers and of its model.
 
     Args:
         config_class: of the trainer.
         names: a value of `--observers`.
+        model: a value of `--model`.
 
     Raises:
         ConfigError: two of them have a flag of the same name.
     """
     trainer_class: Any = config_class
-    return create_config_class(getattr(trainer_class, "trainer_class", trainer_class), names)
+    return create_config_class(getattr(trainer_class, "trainer_class", trainer_class), names, model)
 
 
 @cache
-def create_config_class(config_class: Any, names: str) -> Any:
+def create_config_class(config_class: Any, names: str, model: str) -> Any:
     """Create the class that `add_flags` returns. Equal arguments return the same class."""
-    parts = [module.Flags for module in find_modules(names) if hasattr(module, "Flags")]
+    modules = [find_architecture(model), *find_modules(names)]
+    parts = [module.Flags for module in modules if hasattr(module, "Flags")]
     owners: dict[str, type] = {}
     for part in (config_class, *parts):
         for field in dataclasses.fields(part):
             if owners.setdefault(field.name, part) is not part:
-                raise ConfigError(
-                    f"--observers={names}: the flag --{field.name} exists already: rename it in {part.__module__}"
-                )
+                raise ConfigError(f"{part.__module__} has a flag --{field.name}, which exists already: rename it there")
     if not parts:
         return config_class
 
@@ -244,7 +245,7 @@ def create_config_class(config_class: Any, names: str) -> Any:
     namespace = {
         "check": check,
         "trainer_class": config_class,
-        "observer_names": names,
+        "flag_owners": (names, model),
         "__reduce__": reduce_config,
         "__module__": config_class.__module__,
     }
@@ -253,9 +254,9 @@ def create_config_class(config_class: Any, names: str) -> Any:
 
 def reduce_config(config: Any) -> tuple[Any, ...]:
     """Return how to pickle a configuration whose class `add_flags` has created."""
-    return create_config, (config.trainer_class, config.observer_names, vars(config))
+    return create_config, (config.trainer_class, *config.flag_owners, vars(config))
 
 
-def create_config(config_class: type[F], names: str, values: dict[str, Any]) -> F:
-    """Return a configuration with the flags of these observers."""
-    return add_flags(config_class, names)(**values)
+def create_config(config_class: type[F], names: str, model: str, values: dict[str, Any]) -> F:
+    """Return a configuration with the flags of these observers and of this model."""
+    return add_flags(config_class, names, model)(**values)

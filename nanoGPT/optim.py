@@ -58,7 +58,8 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
     Raises:
         ValueError: no block of the model has a matrix to train.
     """
-    hidden = {id(p) for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
+    blocks: Any = getattr(model, "blocks", [])
+    hidden = {id(p) for block in blocks for p in block.parameters() if p.dim() == 2}
     matrices = {
         "params": [p for p in model.parameters() if p.requires_grad and id(p) in hidden],
         "lr": config.learning_rate,
@@ -66,7 +67,7 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
         "adjust_lr_fn": "match_rms_adamw",
     }
     if not matrices["params"]:
-        raise ValueError("Muon has no matrix to train: it takes those of the blocks, whose names contain .h.")
+        raise ValueError("Muon has no matrix to train: it takes those of the modules in the model's `blocks`")
     others = [
         {**group, "params": [p for p in group["params"] if id(p) not in hidden]}
         for group in param_groups(model, config.weight_decay)

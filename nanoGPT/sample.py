@@ -25,7 +25,7 @@ from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
-from nanoGPT.model import GPT, GPTConfig, KVCache
+from nanoGPT.model import GPT, KVCache, ModelConfig, make_shape
 from nanoGPT.prepare.meta import TokenizerIdentity
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
@@ -80,12 +80,12 @@ def load_model(source: str, device: torch.device | None = None, step: StepChoice
     """
     shape, weights, tokenizer, ids = read_model(source, step=step)
     check_model_fits(shape, device)
-    model = GPT(shape)
+    model = shape.create_model()
     load_weights(model, weights)
     return model.eval(), tokenizer, ids
 
 
-def check_model_fits(shape: GPTConfig, device: torch.device | None = None) -> None:
+def check_model_fits(shape: ModelConfig, device: torch.device | None = None) -> None:
     """Check that the weights fit into the memory of this machine, before they are read.
 
     Args:
@@ -110,7 +110,7 @@ def check_model_fits(shape: GPTConfig, device: torch.device | None = None) -> No
 
 def read_model(
     source: str, run: Runtime | None = None, step: StepChoice = None
-) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
+) -> tuple[ModelConfig, Mapping[str, Tensor], Tokenizer, int]:
     """Return the shape of a model, its weights, its tokenizer, and the number of ids that the tokenizer has.
 
     Args:
@@ -135,10 +135,10 @@ def read_model(
     return shape, weights, load_tokenizer(identity), identity["vocab_size"]
 
 
-def read_checkpoint(checkpoint: Checkpoint) -> tuple[GPTConfig, Mapping[str, Tensor], Tokenizer, int]:
+def read_checkpoint(checkpoint: Checkpoint) -> tuple[ModelConfig, Mapping[str, Tensor], Tokenizer, int]:
     """Return what `read_model` returns, for a checkpoint of a run."""
     identity: TokenizerIdentity = checkpoint.manifest["data"]["tokenizer"]
-    shape = GPTConfig.from_dict(checkpoint.manifest["model_args"])
+    shape = make_shape(checkpoint.manifest["model_args"])
     return shape, read_full_state(checkpoint.path).model, load_tokenizer(identity), identity["vocab_size"]
 
 

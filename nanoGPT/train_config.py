@@ -30,6 +30,8 @@ class TrainConfig(Flags):
     gradient_accumulation_steps: int = 8
     """micro-batches per optimizer step, in total over all ranks"""
     # model
+    model: str = "gpt2"
+    """gpt2 | llama | a module that defines a model; a model may add flags"""
     n_layer: int = 4
     """number of transformer blocks"""
     n_head: int = 4

@@ -37,12 +37,12 @@ from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
 from nanoGPT.job.command_line import command_line
+from nanoGPT.job.log import append_to_log
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
 from nanoGPT.job.program import report_errors
 from nanoGPT.job.start import check_run, handle_stop_signals
-from nanoGPT.log import append_to_log
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
@@ -264,7 +264,7 @@ def show_sample(config: TrainConfig) -> None:
     command = f"make sample ARGS={quote(f'--out_dir={quote(config.out_dir)}')}"
     try:
         manifest = next((manifest for _, manifest in read_manifests(Path(config.out_dir))), None)
-        params = GPTConfig.from_dict(manifest["model_args"]).count_params() if manifest else 0
+        params = make_shape(manifest["model_args"]).count_params() if manifest else 0
         if params > MAX_SAMPLED_PARAMS:
             print(f"\nno sample: the model has more than {MAX_SAMPLED_PARAMS:,} parameters; for a sample: {command}")
             return

@@ -1,4 +1,4 @@
-"""Replace modules of a `GPT` by versions that call Triton kernels. The model's own code does not change.
+"""Let a model compute with Triton kernels. The model's own code does not change.
 
     model = GPT(model_args)
     for line in apply_kernels(model, "layernorm,loss"):
@@ -11,6 +11,8 @@ Triton cannot run on the device, the model does not change, and one line gives t
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, KVCache
+from nanoGPT.model import GPT, MLP, Attention, Block, KVCache
 from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.changes import find_change
@@ -159,7 +161,7 @@ def apply_resolved_kernels(model: GPT, config: TrainConfig, kernels: str, run: R
     shaped = dataclasses.replace(config, n_head=model.config.n_head, n_embd=model.config.n_embd)
     resolved = resolve_kernels(shaped, kernels, run.device.type)
     if kernels.lower() != "none":
-        requested = "auto" if kernels.lower() == "auto" else resolved  # for auto, the lines give the reason
+        requested = {"auto": "auto", "triton": "all"}.get(kernels.strip().lower(), resolved)
         for line in apply_kernels(model, requested, run.device.type, config.compile):
             run.print0(line)
     return resolved
@@ -172,18 +174,13 @@ class KernelLayerNorm(nn.LayerNorm):
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 
-class KernelAttention(CausalSelfAttention):
+class KernelAttention(Attention):
     """The `attention` kernel, for full sequences. Generation with a cache uses torch's attention."""
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         if cache is not None:
-            return super().forward(x, cache)
-        B, T, C = x.size()
-        heads = (part.view(B, T, self.n_head, C // self.n_head) for part in self.c_attn(x).split(C, dim=2))
-        q, k, v = (head.transpose(1, 2) for head in heads)  # (B, nh, T, hs) each, views of the projection
-        dropout = self.dropout if self.training else 0.0
-        y = causal_attention(q, k, v, dropout)  # (B, nh, T, hs), in the memory layout of (B, T, nh, hs)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+            return super().attend(q, k, v, cache)
+        return causal_attention(q, k, v, self.dropout if self.training else 0.0)
 
 
 class KernelMLP(MLP):
@@ -203,7 +200,7 @@ class KernelBlock(Block):
         return x + self.mlp(h)
 
 
-class KernelGPT(GPT):
+class KernelModel(GPT):
     """The `embedding` and `loss` kernels, if they are in `kernels`. The loss kernel never stores all logits."""
 
     kernels: frozenset[str]
@@ -218,7 +215,13 @@ class KernelGPT(GPT):
     def compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if "loss" not in self.kernels:
             return super().compute_loss(x, targets)
-        return linear_cross_entropy(self.transformer["ln_f"](x), self.lm_head.weight, targets, ignore_index=-1)
+        return linear_cross_entropy(self.normalize(x), self.lm_head.weight, targets, ignore_index=-1)
+
+
+@cache
+def add_methods(name: str, bases: Any) -> Any:
+    """Return a subclass of the second class with the methods of the first. Equal arguments return one class."""
+    return type(name, bases, {})
 
 
 class ModelError(ConfigError, KernelError):
@@ -226,24 +229,22 @@ class ModelError(ConfigError, KernelError):
 
 
 def check_model(model: GPT) -> None:
-    """Check that the model is a `GPT` without kernels.
+    """Check that the model is one of this project's, without kernels.
 
     Raises:
         ModelError: it is not.
     """
-    if type(model) is not GPT:
+    if not isinstance(model, GPT):
         raise ModelError(
-            f"apply_kernels: the model is a {type(model).__name__}: pass a GPT, before it is compiled or wrapped and "
-            "without kernels"
+            f"apply_kernels: the model is a {type(model).__name__}: pass a GPT, before it is compiled or wrapped"
         )
     for name, module in model.named_modules():
-        if isinstance(module, (KernelLayerNorm, KernelAttention, KernelMLP, KernelBlock)):
+        if isinstance(module, (KernelLayerNorm, KernelAttention, KernelMLP, KernelBlock, KernelModel)):
             raise ModelError(f"apply_kernels: {name} already has a kernel: name all kernels in one call")
 
 
 # The name of the kernel, the class of the baseline, the class that replaces it, and the description that is printed.
 REPLACEMENTS: tuple[tuple[str, type[nn.Module], type[nn.Module], str], ...] = (
-    ("attention", CausalSelfAttention, KernelAttention, "causal flash attention"),
     ("gelu", MLP, KernelMLP, "bias + GELU between the matrix products"),
     ("layernorm", nn.LayerNorm, KernelLayerNorm, "LayerNorm"),
     ("layernorm", Block, KernelBlock, "residual add + LayerNorm"),
@@ -277,43 +278,58 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, i
 
     Raises:
         ConfigError: a name is not a kernel.
-        ModelError: the model is not a plain GPT, or the code that a kernel replaces was changed.
+        ModelError: the model is not one of this project's, or a kernel of a list does not compute what the model does.
+            `all` and `auto` leave out such a kernel.
     """
     check_model(model)
     device_type = device or next(model.parameters()).device.type
     head_size = model.config.n_embd // model.config.n_head
-    names = parse_kernels(selected := select_kernels(kernels, device_type, is_compiled, head_size))
+    names = parse_kernels(select_kernels(kernels, device_type, is_compiled, head_size))
     changes = {name: change for name in sorted(names - {"adamw"}) if (change := find_change(model, name))}
-    lines = []
-    if selected != kernels:
+    lines, word = [], kernels.strip().lower()
+    if word in ("all", "auto"):
         names -= changes.keys()
-        lines = [describe_auto(names, device_type)]
-        lines += [f"kernels: auto leaves out {name}, because {change}" for name, change in changes.items()]
+        lines = [describe_auto(names, device_type)] if word == "auto" else []
+        lines += [f"kernels: {word} leaves out {name}, because {change}" for name, change in changes.items()]
     if not names:
         return [*lines, "kernels: none, the model uses torch's operations"]
     if reason := unavailable_reason(device_type):
         return [*lines, f"kernels: none, the model uses torch's operations: {reason}"]
-    if changes and selected == kernels:
+    if changes and word not in ("all", "auto"):
         raise ModelError(
-            f"the kernels would ignore changes of the model: {'; '.join(f'{k}: {v}' for k, v in changes.items())}: use "
+            "the kernels would not compute what the model does: "
+            f"{'; '.join(f'{k}: {v}' for k, v in changes.items())}: use "
             f"--kernels={','.join(sorted(names - changes.keys())) or 'none'}"
         )
+    lines += replace_modules(model, names)
+    if is_interpreted():
+        lines.append(
+            "kernels are interpreted on the CPU, which is slow: use this for study and debugging, or --kernels=none"
+        )
+    return lines
+
+
+def replace_modules(model: GPT, names: frozenset[str]) -> list[str]:
+    """Give the modules of a model the classes that use kernels. Return one line for each change."""
+    lines = []
     for name, plain_class, kernel_class, description in REPLACEMENTS:
         modules = [module for module in model.modules() if type(module) is plain_class] if name in names else []
         for module in modules:
             module.__class__ = kernel_class
         if modules:
             lines.append(f"kernels: {name}: {len(modules)} x {description}")
+    if "attention" in names:
+        modules = [module for module in model.modules() if isinstance(module, Attention)]
+        for module in modules:
+            module.__class__ = add_methods("KernelAttention", (KernelAttention, type(module)))
+        lines.append(f"kernels: attention: {len(modules)} x causal flash attention")
     if names & {"embedding", "loss"}:
-        model.__class__, model.kernels = KernelGPT, names  # type: ignore[assignment]
+        model.__class__ = add_methods(f"Kernel{type(model).__name__}", (KernelModel, type(model)))
+        model.kernels = names  # type: ignore[assignment]
     if "embedding" in names:
         lines.append("kernels: embedding: token + position embedding in one kernel, with a sorted backward pass")
     if "loss" in names:
         lines.append("kernels: loss: linear head + cross-entropy in chunks, without storing all logits")
-    if is_interpreted():
-        lines.append(
-            "kernels are interpreted on the CPU, which is slow: use this for study and debugging, or --kernels=none"
-        )
     return lines
 
 

@@ -1,7 +1,8 @@
 """Find out whether a model still computes what a kernel computes.
 
-A kernel replaces code of the baseline's `GPT`. If you have changed this code, the kernel would silently compute the
-original. So each kernel names the methods and modules that it replaces, with a digest of each method's code.
+A kernel replaces code of `nanoGPT/model.py`. If a model has other code in its place, or if you have changed this code,
+the kernel would silently compute the original. So each kernel names the methods and modules that it replaces, with a
+digest of each method's code.
 """
 
 import ast
@@ -12,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention
+from nanoGPT.model import GPT, MLP, Attention, Block
 
 METHODS: dict[str, tuple[tuple[type[nn.Module], str, str], ...]] = {
-    "attention": ((CausalSelfAttention, "forward", "f4f01fe4"),),
+    "attention": ((Attention, "attend", "4b93dc5d"),),
     "embedding": ((GPT, "embed", "cf754a34"),),
     "gelu": ((MLP, "forward", "bbab7411"),),
     "layernorm": ((Block, "forward", "575fed1d"),),
-    "loss": ((GPT, "compute_loss", "4d2850ad"), (GPT, "compute_logits", "73b046c0")),
+    "loss": ((GPT, "compute_loss", "4d2850ad"), (GPT, "compute_logits", "93e0bae3")),
 }
 MODULES: dict[str, dict[str, type[nn.Module]]] = {
     "embedding": {"wte": nn.Embedding, "wpe": nn.Embedding},
@@ -36,7 +37,7 @@ def find_change(model: GPT, kernel: str) -> str | None:
         if not modules:
             return f"the model has no {cls.__name__}"
         for module in modules:
-            if type(module) is not cls or name in vars(module):
+            if getattr(type(module), name) is not getattr(cls, name) or name in vars(module):
                 return f"a {type(module).__name__} has its own {name}"
         if (actual := hash_method(cls, name)) != digest:
             return f"{cls.__name__}.{name} was changed: {actual} instead of {digest} in phase2_triton/changes.py"

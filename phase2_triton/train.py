@@ -21,9 +21,8 @@ from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
+from nanoGPT.job.log import Log
 from nanoGPT.job.start import main, start
-from nanoGPT.log import Log
-from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm
 from phase2_triton.apply import TritonConfig as Config
 from phase2_triton.apply import apply_kernels, kernel_optimizer
@@ -116,7 +115,7 @@ def train(config: Config) -> None:
 
         # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
         run.enter_stage("build", first_step)
-        model = GPT(model_args)
+        model = model_args.create_model()
         model.init_weights(config.seed)
         if weights:
             load_weights(model, weights)

@@ -19,7 +19,6 @@ from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.start import main, start
-from nanoGPT.model import GPT
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import put_parameters_on_meta
 from phase3_fsdp.train import evaluate
@@ -56,7 +55,7 @@ def evaluate_weights(config: EvaluateConfig) -> float:
         if checkpoint:
             weights = read_full_state(checkpoint.path).model
         with put_parameters_on_meta():
-            model = GPT(model_args)
+            model = model_args.create_model()
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, replace(config, init_from=source), run, weights)
         loss = evaluate(model, data, 0, config, run)

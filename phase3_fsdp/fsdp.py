@@ -247,7 +247,7 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
     for name, param in model.named_parameters():
         if weights is None:
             begin, _ = own_rows(param)
-            draw_initial_rows(local_shard(param), name, param.shape, model.config.n_layer, config.seed, begin)
+            draw_initial_rows(local_shard(param), name, param.shape, model.config.initial_std(name), config.seed, begin)
         else:
             copy_own_rows(param, weights[name])
 

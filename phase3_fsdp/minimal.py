@@ -324,7 +324,7 @@ def main(
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]})
 
     def fill(name: str, full: Tensor) -> None:
-        draw_initial_rows(full, name, full.shape, shape.n_layer, config.seed)
+        draw_initial_rows(full, name, full.shape, shape.initial_std(name), config.seed)
 
     model = build_sharded_model(
         lambda: GPT(shape), lambda gpt: gpt.transformer["h"], fill, device, getattr(torch, dtype)

@@ -19,9 +19,8 @@ from nanoGPT.checkpoint.training_state import manifest_fields
 from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
+from nanoGPT.job.log import Log
 from nanoGPT.job.start import main, start
-from nanoGPT.log import Log
-from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import FsdpConfig as Config
@@ -117,7 +116,7 @@ def train(config: Config) -> None:
         # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
         run.enter_stage("build", first_step)
         with put_parameters_on_meta():  # [fsdp:shard] names and shapes only, no memory yet
-            model = GPT(model_args)
+            model = model_args.create_model()
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, config, run, weights)  # each rank fills its shards, one parameter at a time
         optimizer = configure_optimizer(model, config)  # over the shards, so its state is sharded too

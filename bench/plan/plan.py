@@ -29,12 +29,12 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from bench.plan.models import MODELS
+from bench.plan.models import LLAMAS, MODELS
 from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
 from bench.plan.report import format_largest, format_plan
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import GPTConfig, ModelConfig, make_shape
 from operate.ranks import PRELOADED
 
 HEAD_SIZE = 128  # of the models among which --largest searches, which are similar to the larger GPT-3 models
@@ -60,7 +60,8 @@ class PlanConfig:
     """Command-line options of `make plan`."""
 
     model: str = "gpt2"
-    """gpt2, gpt2-medium, gpt2-large, gpt2-xl, 1.3b, 2.7b, 6.7b, 13b, 20b, 30b, 66b, 70b or 175b"""
+    """gpt2, gpt2-medium, gpt2-large, gpt2-xl, 1.3b, 2.7b, 6.7b, 13b, 20b, 30b, 66b, 70b, 175b, llama2-7b, llama3.2-1b,
+    llama3-8b or llama3-70b"""
     gpus: int = 1
     """ranks, one per GPU, up to 1024; 8 GPUs per node"""
     gpu: str = "h100"
@@ -93,18 +94,19 @@ class PlanConfig:
     """print JSON instead of tables"""
 
 
-def resolve_shape(config: PlanConfig) -> GPTConfig:
+def resolve_shape(config: PlanConfig) -> ModelConfig:
     """Check the options and return the shape of the model to plan for.
 
     Raises:
         ConfigError: the model or the GPU is unknown, or a number is out of range.
     """
-    for name, value, table in (("model", config.model, MODELS), ("gpu", config.gpu, GPUS)):
+    models = {**MODELS, **{name: (each["n_layer"], each["n_head"], each["n_embd"]) for name, each in LLAMAS.items()}}
+    for name, value, table in (("model", config.model, models), ("gpu", config.gpu, GPUS)):
         if value not in table:
             raise ConfigError(f"--{name}={value} is unknown{did_you_mean(value, list(table)) or list_choices(table)}")
     layers, heads, width = (
         override if override is not None else default
-        for override, default in zip((config.n_layer, config.n_head, config.n_embd), MODELS[config.model], strict=True)
+        for override, default in zip((config.n_layer, config.n_head, config.n_embd), models[config.model], strict=True)
     )
     numbers = {"gpus": config.gpus, "batch_size": config.batch_size, "micro_batches": config.micro_batches}
     numbers |= {"block_size": config.block_size, "n_layer": layers, "n_head": heads, "n_embd": width}
@@ -117,7 +119,14 @@ def resolve_shape(config: PlanConfig) -> GPTConfig:
     amounts = {"tokens": config.tokens, "link": config.link, "network": config.network}
     for name, amount in amounts.items():
         check_amount(name, amount)
-    return GPTConfig(layers, heads, width, config.block_size, False, 50304)
+    if config.model not in LLAMAS:
+        return GPTConfig(layers, heads, width, config.block_size, False, 50304)
+    fields = {**LLAMAS[config.model], "n_layer": layers, "n_head": heads, "n_embd": width}
+    if config.n_embd:
+        fields["intermediate_size"] = None
+    if config.n_head:
+        fields["n_kv_head"] = None
+    return make_shape({**fields, "block_size": config.block_size})
 
 
 def resolve_gpu(config: PlanConfig) -> Gpu:
@@ -214,7 +223,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
 
 
-def make_shape(k: int, block_size: int) -> GPTConfig:
+def make_large_shape(k: int, block_size: int) -> GPTConfig:
     """Return the shape with k blocks and k heads."""
     return GPTConfig(k, k, HEAD_SIZE * k, block_size, False, 50304)
 
@@ -224,7 +233,7 @@ def find_largest(row: Row, job: Job, batch_size: int, pool: Executor) -> int:
     good, bad = 0, MAX_BLOCKS + 1
     while bad - good > 1:
         k = (good + bad) // 2
-        shape = make_shape(k, job.shape.block_size)
+        shape = make_large_shape(k, job.shape.block_size)
         if Planner(replace(job, shape=shape), pool).fits(row, batch_size):
             good = k
         else:
@@ -242,7 +251,7 @@ def find_all_largest(config: PlanConfig) -> dict[str, Any]:
     rows = [row for row in select_rows(config.gpus) if "fsdp_reshard_after_forward" not in row[1]]
     with ThreadPoolExecutor(len(rows)) as threads, start_workers() as pool:
         sizes = list(threads.map(lambda row: find_largest(row, job, config.batch_size, pool), rows))
-    counts = [make_shape(k, config.block_size).count_params() if k else 0 for k in sizes]
+    counts = [make_large_shape(k, config.block_size).count_params() if k else 0 for k in sizes]
     found = [
         {"phase": phase, "options": options, "k": k, "parameters": count}
         for (phase, options), k, count in zip(rows, sizes, counts, strict=True)

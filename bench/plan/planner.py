@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.matrix.cells import make_config
 from bench.plan.speed import (
     GIB,
@@ -24,9 +26,10 @@ from bench.plan.trace import MEMORY_STAGES, trace
 from measure.tracker import CATEGORIES, STATE, Totals
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import DTYPES
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import ModelConfig
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.apply import parse_kernels, resolve_kernels
+from phase2_triton.changes import find_change
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
 
@@ -40,7 +43,7 @@ HOST_BANDWIDTH, ADAMW_BYTES = 200e9, 28
 HOST_GIB = 2048  # host memory for 8 GPUs, as in a DGX H100
 
 
-def select_auto_kernels(row: Row, shape: GPTConfig, device_type: str = "cuda", is_compiled: bool = False) -> Row:
+def select_auto_kernels(row: Row, shape: ModelConfig, device_type: str = "cuda", is_compiled: bool = False) -> Row:
     """Return the row with the kernels that `--kernels=auto` selects; a trace runs on fake devices, and needs a list.
 
     The list is without adamw, which changes neither memory nor communication.
@@ -55,7 +58,10 @@ def select_auto_kernels(row: Row, shape: GPTConfig, device_type: str = "cuda", i
     if options.get("kernels", "none").lower() != "auto":
         return row
     config = TrainConfig(n_embd=shape.n_embd, n_head=shape.n_head, compile=is_compiled)
-    kernels = resolve_kernels(config, "auto", device_type)
+    names = parse_kernels(resolve_kernels(config, "auto", device_type))
+    with torch.device("meta"):
+        model = shape.change(n_layer=1).create_model()
+    kernels = ",".join(sorted(name for name in names if not find_change(model, name))) or "none"
     return phase, {**options, "kernels": kernels}
 
 
@@ -110,7 +116,7 @@ class Job:
         dtype: of matrix products and all-gathers.
     """
 
-    shape: GPTConfig
+    shape: ModelConfig
     gpu: Gpu
     gpus: int
     micro_batches: int = 1
@@ -233,7 +239,7 @@ class Planner:
         """Start the traces of a row, one for each of TRACED_LAYERS, unless they were started before."""
         key = (str(row), batch_size)
         if key not in self.traces:
-            jobs = [replace(self.job, shape=replace(self.shape, n_layer=layers)) for layers in TRACED_LAYERS]
+            jobs = [replace(self.job, shape=self.shape.change(n_layer=layers)) for layers in TRACED_LAYERS]
             self.traces[key] = [self.pool.submit(trace_row, row, job, batch_size) for job in jobs]
         return self.traces[key]
 

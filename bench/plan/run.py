@@ -26,7 +26,7 @@ from bench.plan.planner import (
 from bench.plan.speed import GIB, GPUS, Gpu
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.dataset import TokenData
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 
 
@@ -52,7 +52,7 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
         ranks: world size.
         gpu: the device of every rank. A `Gpu` that is not in GPUS stands for the CPU of this machine.
     """
-    shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
+    shape = make_shape({**vars(config), "vocab_size": vocabulary_size(config)})
     is_cpu = gpu not in GPUS.values()
     dtype = config.dtype
     if dtype == "auto":

@@ -42,7 +42,7 @@ from measure.ledger import CollectiveCounter, StepCosts
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import DTYPES, Runtime
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import ModelConfig
 from nanoGPT.optim import SharedOptimizer, allocate_state, clip_grads, configure_optimizer, grad_norm
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1 import parallelize as zero1
@@ -121,13 +121,12 @@ def skip_launches() -> Iterator[None]:
         yield
 
 
-def set_up_replicated(config: TrainConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+def set_up_replicated(config: TrainConfig, shape: ModelConfig, run: Runtime) -> TrainingSetup:
     """Set up the baseline or phase 2, with `emulate_ddp` in place of DDP."""
-    model = GPT(shape)
+    model = shape.create_model()
     if isinstance(config, triton.TritonConfig):
-        kernels = triton.parse_kernels(config.kernels) - {"adamw"}  # it needs real tensors; its state equals AdamW's
-        triton.apply_kernels(model, ",".join(sorted(kernels)) or "none")
-    optimizer = configure_optimizer(model, config)
+        triton.apply_kernels(model, config.kernels)
+    optimizer = configure_optimizer(model, config)  # the kernel of AdamW needs real tensors; its state is the same
     params = list(model.parameters())
     set_sync = emulate_ddp(params) if run.world_size > 1 else lambda is_last: None
     return TrainingSetup(model, optimizer, set_sync, lambda: [p.grad for p in params if p.grad is not None], None)
@@ -152,9 +151,9 @@ def emulate_ddp(params: list[nn.Parameter]) -> Callable[[bool], None]:
     return lambda value: is_last.__setitem__(0, value)
 
 
-def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+def set_up_zero1(config: zero1.Zero1Config, shape: ModelConfig, run: Runtime) -> TrainingSetup:
     """Set up phase 1."""
-    model = GPT(shape)
+    model = shape.create_model()
     optimizer = zero1.shard_optimizer(model, config)
     parallel_model = zero1.parallelize(model, optimizer, config, run) if optimizer.averages_gradients else model
     return TrainingSetup(
@@ -166,10 +165,10 @@ def set_up_zero1(config: zero1.Zero1Config, shape: GPTConfig, run: Runtime) -> T
     )
 
 
-def set_up_fsdp(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+def set_up_fsdp(config: fsdp.FsdpConfig, shape: ModelConfig, run: Runtime) -> TrainingSetup:
     """Set up phase 3."""
     with put_parameters_on_meta():
-        model = GPT(shape)
+        model = shape.create_model()
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")
     optimizer = muon.configure_optimizer(model, config)
@@ -182,7 +181,7 @@ def set_up_fsdp(config: fsdp.FsdpConfig, shape: GPTConfig, run: Runtime) -> Trai
     )
 
 
-def set_up_training(config: TrainConfig, shape: GPTConfig, run: Runtime) -> TrainingSetup:
+def set_up_training(config: TrainConfig, shape: ModelConfig, run: Runtime) -> TrainingSetup:
     """Set up the phase that the configuration belongs to."""
     if isinstance(config, zero1.Zero1Config):
         return set_up_zero1(config, shape, run)
@@ -286,7 +285,7 @@ class TracedStep:
 
 
 def trace(
-    config: TrainConfig, shape: GPTConfig, ranks: int, gpu: Gpu = GPUS["h100"], only_update: bool = False
+    config: TrainConfig, shape: ModelConfig, ranks: int, gpu: Gpu = GPUS["h100"], only_update: bool = False
 ) -> TracedStep:
     """Trace a training step on rank 0.
 

@@ -28,7 +28,7 @@ from bench.preflight import node
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 from operate.launch import read_checked_config, run_one_rank, run_ranks, split_arguments, start_watchdog
 from operate.nodes import NodeConfig, Rendezvous, check_node_config
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     meeting = Rendezvous(place)
     with meeting.share_errors():
         config = read_checked_config(trainer, trainer_arguments, meeting)
-    shape = GPTConfig.from_dict({**vars(config), "vocab_size": vocabulary_size(config)})
+    shape = make_shape({**vars(config), "vocab_size": vocabulary_size(config)})
     for check in check_node(config, place, phase, shape.count_params()):
         report(check)
     for check in check_ranks(config, place, package, shape.count_params()):

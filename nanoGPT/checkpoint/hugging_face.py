@@ -1,7 +1,8 @@
-"""Read Hugging Face's GPT-2 directories: config.json and safetensors files. `nanoGPT.export` writes them.
+"""Read directories of Hugging Face: config.json and safetensors files. `nanoGPT.export` writes them.
 
 A directory is accepted only if this project's model computes the same function as `transformers`. Each field of
-config.json about the activation, the norms, the scale of attention and the tied head is either supported or refused.
+config.json that changes this function is either supported or refused. The format of GPT-2 is in this file. The file of
+another model has a class `HuggingFace`.
 """
 
 import hashlib
@@ -13,24 +14,69 @@ from typing import Any, Literal
 from safetensors import safe_open
 from torch import Tensor
 
-from nanoGPT.checkpoint.training_state import EMBEDDING, HEAD, LazyTensors, are_tied, shapes_of
+from nanoGPT.checkpoint.training_state import LazyTensors, are_tied, shapes_of
 from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause
 from nanoGPT.files import is_present, list_directory, read_document
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import MODULES, GPTConfig, ModelConfig, find_architecture
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, make_char_identity, make_gpt2_identity
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
 GPT2_TOKENS_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # of its tokens, one per line
 GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
-# Fields that change the model, with the only value that this project's model supports: the default of `transformers`.
-FIXED = {
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "num_attention_heads": None,  # another name of n_head, which would take precedence
-}
+
+
+class Gpt2Format:
+    """How `transformers` describes a GPT-2."""
+
+    # Fields that change the model, with the only value that this model supports: the default of `transformers`.
+    FIXED = {
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "num_attention_heads": None,  # another name of n_head, which would take precedence
+    }
+
+    @staticmethod
+    def read_fields(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        """Return the fields of a config.json with the defaults of `transformers`, and the values that are allowed."""
+        fields = {"activation_function": "gelu_new", "n_inner": None, **Gpt2Format.FIXED, **fields}
+        allowed: dict[str, list[Any]] = {name: [value] for name, value in Gpt2Format.FIXED.items()}
+        return fields, {**allowed, "n_inner": [None, 4 * fields["n_embd"]], "activation_function": [*GELUS]}
+
+    @staticmethod
+    def read_shape(fields: dict[str, Any]) -> GPTConfig:
+        """Return the shape that the fields of `read_fields` describe."""
+        layers, heads, width, positions = (fields[name] for name in ("n_layer", "n_head", "n_embd", "n_positions"))
+        gelu = GELUS[fields["activation_function"]]
+        return GPTConfig(layers, heads, width, positions, True, fields["vocab_size"], 0.0, gelu)
+
+    @staticmethod
+    def write_fields(shape: GPTConfig) -> dict[str, Any]:
+        """Return the fields of a config.json."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "activation_function": "gelu" if shape.gelu == "none" else "gelu_new",
+            **{name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")},
+            "n_positions": shape.block_size,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), shape.dropout),
+        }
+
+
+def find_format(model: str) -> Any:
+    """Return the class that describes a model in the fields of `transformers`: Gpt2Format, or that of its file.
+
+    Raises:
+        ConfigError: the model has no such class.
+    """
+    if model == "gpt2":
+        return Gpt2Format
+    if format := getattr(find_architecture(model), "HuggingFace", None):
+        return format
+    raise ConfigError(f"--model={model} has no format of Hugging Face: export it with --format=ckpt")
 
 
 def download_gpt2(name: str) -> Path:
@@ -51,24 +97,26 @@ def download_gpt2(name: str) -> Path:
         ) from None
 
 
-def read_hf(folder: Path) -> tuple[GPTConfig, LazyTensors, TokenizerIdentity | None]:
-    """Read a Hugging Face GPT-2 directory: `config.json`, and one or more safetensors files.
+def read_hf(folder: Path) -> tuple[ModelConfig, LazyTensors, TokenizerIdentity | None]:
+    """Read a Hugging Face directory: `config.json`, and one or more safetensors files.
 
     Returns:
         The shape of the model, its weights by the names of this project, each of which is read when it is accessed, and
         the tokenizer of `read_hf_tokenizer`.
 
     Raises:
-        ConfigError: the architecture is not GPT-2, or the files do not match it.
+        ConfigError: this project does not have the architecture, or the files do not match it.
     """
     try:
-        shape, weights = read_hf_config(folder / "config.json"), open_hf_weights(folder)
+        shape = read_hf_config(folder / "config.json")
+        weights = open_hf_weights(folder, shape.model)
         shapes_of(weights)  # reads the header of every tensor
-        if HEAD in weights and not are_tied(weights.pop(HEAD), weights[EMBEDDING]):
-            raise ConfigError(
-                f"{folder} has an {HEAD} that differs from {EMBEDDING}, but this model has one tensor for both: "
-                "use a GPT-2 with a tied head"
-            )
+        for name, source in shape.tied_names().items():
+            if name in weights and not are_tied(weights.pop(name), weights[source]):
+                raise ConfigError(
+                    f"{folder} has an {name} that differs from {source}, but this model has one tensor for both: "
+                    f"use a {shape.model} with a tied head"
+                )
         return shape, weights, read_hf_tokenizer(folder)
     except ConfigError:
         raise
@@ -76,32 +124,41 @@ def read_hf(folder: Path) -> tuple[GPTConfig, LazyTensors, TokenizerIdentity | N
         if is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"{folder} is not a Hugging Face GPT-2 with safetensors ({type(error).__name__}: {quote_cause(error)}): "
+            f"{folder} is not a Hugging Face model with safetensors ({type(error).__name__}: {quote_cause(error)}): "
             "use another directory"
         ) from None
 
 
-def read_hf_config(path: Path) -> GPTConfig:
+def read_model_type(path: Path) -> Any:
+    """Return the model_type of a config.json; None if the file does not name it."""
+    try:
+        return json.loads(read_document(path)).get("model_type")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+
+
+def read_hf_config(path: Path) -> ModelConfig:
     """Return the shape that a config.json describes.
 
     Raises:
-        ConfigError: the architecture is not GPT-2, or a field has a value that this project's model does not support.
+        ConfigError: this project has no such model, or a field has a value that its model does not support.
         ValueError, KeyError, TypeError, AttributeError, RecursionError: the file is not a config.json.
     """
-    fields = json.loads(read_document(path))
-    if fields.get("model_type") != "gpt2":
-        raise ConfigError(f"{path.parent} contains a {fields.get('model_type')} model: use a directory of a gpt2 model")
-    hf: dict[str, Any] = {"activation_function": "gelu_new", "n_inner": None, **FIXED, **fields}
-    allowed: dict[str, list[Any]] = {name: [value] for name, value in FIXED.items()}
-    allowed |= {"n_inner": [None, 4 * hf["n_embd"]], "activation_function": [*GELUS]}
+    document = json.loads(read_document(path))
+    if (model := document.get("model_type")) not in ("gpt2", *MODULES):
+        raise ConfigError(
+            f"{path.parent} contains a {model} model: use a directory of a {' or '.join(('gpt2', *MODULES))} model"
+        )
+    format = find_format(model)
+    fields, allowed = format.read_fields(document)
     for name, values in allowed.items():
-        if hf[name] not in values:
+        if fields[name] not in values:
             raise ConfigError(
-                f"{path} has {name}={repr(hf[name])[:200]}, but this model supports only "
-                f"{' or '.join(map(repr, values))}: use another GPT-2"
+                f"{path} has {name}={repr(fields[name])[:200]}, but this model supports only "
+                f"{' or '.join(map(repr, values))}: use another {model}"
             )
-    gelu = GELUS[hf["activation_function"]]
-    return GPTConfig(hf["n_layer"], hf["n_head"], hf["n_embd"], hf["n_positions"], True, hf["vocab_size"], 0.0, gelu)
+    shape: ModelConfig = format.read_shape(fields)
+    return shape
 
 
 def read_hf_tokenizer(folder: Path) -> TokenizerIdentity | None:
@@ -133,20 +190,24 @@ def read_hf_tokenizer(folder: Path) -> TokenizerIdentity | None:
     )
 
 
-def open_hf_weights(folder: Path) -> LazyTensors:
+def open_hf_weights(folder: Path, model: str) -> LazyTensors:
     """Return the tensors of a directory by the names of this project, each of which is read when it is accessed.
+
+    Args:
+        folder: with safetensors files.
+        model: its model_type.
 
     Raises:
         ConfigError: there is no file, or two tensors have the same name.
     """
-    weights = LazyTensors()
+    weights, is_gpt2 = LazyTensors(), model == "gpt2"
     for file in list_hf_files(folder):
         for key in sorted(safe_open(file, "pt").keys()):
-            name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+            name = f"transformer.{key}" if is_gpt2 and not key.startswith(("transformer.", "lm_head.")) else key
             if name in weights:
                 raise ConfigError(f"{folder} has {name} twice: remove the file that does not belong to the model")
-            if not name.endswith((".attn.bias", ".attn.masked_bias")):  # the causal mask
-                weights.data[name] = partial(read_hf_tensor, file, key, name.endswith(CONV1D))
+            if not (is_gpt2 and name.endswith((".attn.bias", ".attn.masked_bias"))):  # the causal mask
+                weights.data[name] = partial(read_hf_tensor, file, key, is_gpt2 and name.endswith(CONV1D))
     return weights
 
 

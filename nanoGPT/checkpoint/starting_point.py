@@ -15,21 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint
+from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint, read_manifests
 from nanoGPT.checkpoint.training_state import LazyTensors, check_shapes, read_ckpt, read_full_state, shapes_of
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
 from nanoGPT.files import is_present
 from nanoGPT.job.schema import check_schema
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import MODULES, ModelConfig, find_architecture, make_shape
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
-from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig, field_names
+from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
 
-PADDED_VOCAB, POSITIONS = 50304, "transformer.wpe.weight"
+PADDED_VOCAB = 50304
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# The fields that a model's configuration shares with that of a run. A run may change the dropout.
-SHAPE = tuple(name for name in field_names(GPTConfig) if name in field_names(TrainConfig) and name != "dropout")
 
 
 class Weights(NamedTuple):
@@ -41,7 +39,7 @@ class Weights(NamedTuple):
         tokenizer: of the text that it was trained on; None if its source does not name it.
     """
 
-    shape: GPTConfig
+    shape: ModelConfig
     tensors: LazyTensors
     tokenizer: TokenizerIdentity | None
 
@@ -53,7 +51,7 @@ def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
 
 def read_starting_point(
     config: TrainConfig, data: TokenData, checkpoint: Checkpoint | None, run: Runtime, trains: bool = True
-) -> tuple[GPTConfig, Mapping[str, Tensor] | None]:
+) -> tuple[ModelConfig, Mapping[str, Tensor] | None]:
     """Return the shape of the model and the weights that a run starts from. Collective.
 
     Args:
@@ -73,10 +71,10 @@ def read_starting_point(
     weights = None
     if checkpoint:
         check_resume(config, data, checkpoint, trains)
-        shape = GPTConfig(**checkpoint.manifest["model_args"])
+        shape = read_shape(checkpoint.path, checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
-        shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": rows})
+        shape = make_shape({**dataclasses.asdict(config), "vocab_size": rows})
     else:
         shape, weights, tokenizer = read_weights(config.init_from, run, config.resume_step)
         if tokenizer:
@@ -89,8 +87,9 @@ def read_starting_point(
                 f"{config.init_from}: use --block_size={shape.block_size} or less"
             )
         shape.block_size = config.block_size
-        positions = weights[POSITIONS][: config.block_size]
-        weights.data[POSITIONS] = lambda: positions
+        if name := shape.POSITIONS:
+            positions = weights[name][: config.block_size]
+            weights.data[name] = lambda: positions
     if shape.vocab_size < data.tokenizer["vocab_size"]:
         raise ConfigError(
             f"the model has {shape.vocab_size} rows of vocabulary, but {config.dataset} needs "
@@ -117,14 +116,21 @@ def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint, t
         ConfigError: one of them differs; the message names it.
     """
     name, manifest = checkpoint.path.name, checkpoint.manifest
-    saved = {"optimizer": "adamw", "sampling": "random", **manifest["config"], **manifest["model_args"]}
+    saved = {
+        "model": "gpt2",
+        "optimizer": "adamw",
+        "sampling": "random",
+        **manifest["config"],
+        **manifest["model_args"],
+    }
     new_run = f"start a new run from its weights with --init_from={config.out_dir} and another --out_dir"
     if trains and checkpoint.step > config.max_iters:
         raise ConfigError(
             f"--max_iters={config.max_iters}, but {name} is past it: raise --max_iters, or use another --out_dir"
         )
     has_position = trains and not config.eval_only and "epoch" in (config.sampling, saved["sampling"])
-    fields = [*SHAPE, *(["optimizer"] if trains else []), *(["sampling", "seed"] if has_position else [])]
+    shape = shape_fields(read_shape(name, manifest["model_args"]), config)
+    fields = [*shape, *(["optimizer"] if trains else []), *(["sampling", "seed"] if has_position else [])]
     for field in fields:
         value = getattr(config, field)
         is_shorter = not trains and field == "block_size" and value < saved[field]
@@ -230,7 +236,45 @@ def load_hugging_face(source: str) -> Any:
     return import_optional("nanoGPT.checkpoint.hugging_face", f"--init_from={source}")
 
 
-def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.Size]) -> GPTConfig:
+def shape_fields(shape: ModelConfig, config: TrainConfig) -> list[str]:
+    """Return the fields that the shape of a model shares with a configuration, the model's name first.
+
+    The dropout is not one of them: a run may change it.
+    """
+    shared = [name for name in vars(shape) if hasattr(config, name) and name not in ("model", "dropout")]
+    return ["model", *shared]
+
+
+def read_shape(source: object, model_args: Any) -> ModelConfig:
+    """Return the shape of the model that the model_args of a checkpoint describe.
+
+    Raises:
+        ConfigError: they describe no model of this project.
+    """
+    try:
+        shape_class = find_architecture(model_args.get("model", "gpt2")).Shape
+        return shape_class(**check_schema(model_args, shape_class))
+    except ConfigError:
+        raise
+    except Exception as error:  # of many kinds, if the content is arbitrary
+        raise ConfigError(f"{source} describes no model ({quote_cause(error)}): use another directory") from None
+
+
+def find_model_name(source: str) -> str:
+    """Return the name of the model in a directory with weights; gpt2 if the directory does not name it."""
+    folder, model_args = Path(source), None
+    if is_run(folder):
+        model_args = next((manifest.get("model_args") for _, manifest in read_manifests(folder)), None)
+    elif is_present(folder / "ckpt.pt"):
+        model_args = read_ckpt(folder / "ckpt.pt")[1].get("model_args")
+    elif is_present(folder / "config.json"):
+        model = load_hugging_face(source).read_model_type(folder / "config.json")
+        model_args = {"model": model if model in MODULES else "gpt2"}
+    name = model_args.get("model") if isinstance(model_args, dict) else None
+    return name if isinstance(name, str) else "gpt2"
+
+
+def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.Size]) -> ModelConfig:
     """Check that weights match the model that `model_args` describes, and return its shape.
 
     Args:
@@ -239,19 +283,20 @@ def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.S
         shapes: of the weights, by name.
 
     Raises:
-        ConfigError: `model_args` does not describe a GPT-2, or a parameter is missing, unknown or of another shape.
+        ConfigError: `model_args` describe no model, or a parameter is missing, unknown or of another shape.
     """
+    shape = read_shape(source, model_args)
     try:
-        shape = GPTConfig(**check_schema(model_args, GPTConfig))
-        layers = {name.split(".")[2] for name in shapes if name.startswith("transformer.h.")}
+        prefix = shape.BLOCKS + "."
+        layers = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
         if shape.n_layer != len(layers):  # to build a model of 10**8 layers would take forever
             raise ValueError(f"its n_layer is {shape.n_layer}, but it has the weights of {len(layers)} layers")
         if shape.n_head < 1 or shape.n_embd % shape.n_head:
             raise ValueError(f"its n_embd {shape.n_embd} is not divisible by its n_head {shape.n_head}")
         with torch.device("meta"):
-            expected = shapes_of(dict(GPT(shape).named_parameters()))
+            expected = shapes_of(dict(shape.create_model().named_parameters()))
     except Exception as error:  # of many kinds, if the values are arbitrary
-        raise ConfigError(f"{source} does not describe a GPT-2 ({quote_cause(error)}): use another directory") from None
+        raise ConfigError(f"{source} describes no model ({quote_cause(error)}): use another directory") from None
     check_shapes(source, shapes, expected)
     return shape
 

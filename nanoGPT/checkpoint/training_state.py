@@ -24,11 +24,10 @@ from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause
 from nanoGPT.files import is_present, retry_reads
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import GPT, ModelConfig, make_shape
 from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
 
-HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 WRAPPERS = r"^(module\.|_orig_mod\.)+"  # prefixes of parameter names in a model that DDP or torch.compile wraps
 
 
@@ -84,7 +83,7 @@ def check_shapes(source: object, stored: Mapping[str, torch.Size], expected: Map
 
 def manifest_fields(
     config: TrainConfig,
-    model_args: GPTConfig,
+    model_args: ModelConfig,
     data: TokenData,
     phase: str,
     best_val_loss: float,
@@ -94,7 +93,7 @@ def manifest_fields(
 
     The configuration in the manifest has the shape of the model, which may be that of given weights (`init_from`).
     """
-    fields, shape = dataclasses.asdict(config), dataclasses.asdict(model_args)
+    fields, shape = dataclasses.asdict(config), dict(vars(model_args))
     return {
         "phase": phase,
         "config": fields | {name: shape[name] for name in fields.keys() & shape},
@@ -125,7 +124,7 @@ def write_ckpt(
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "optimizer_params": optimizer_params(model, optimizer),
-            "model_args": {k: v for k, v in fields["model_args"].items() if k != "gelu" or v != "none"},
+            "model_args": remove_defaults(fields["model_args"]),
             "iter_num": step,
             "best_val_loss": fields["best_val_loss"],
             "config": fields["config"],
@@ -133,6 +132,11 @@ def write_ckpt(
         }
         with files.open("ckpt.pt") as file:
             torch.save(content, file)
+
+
+def remove_defaults(model_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model_args without the fields that nanoGPT does not know, if they have the values of nanoGPT's model."""
+    return {k: v for k, v in model_args.items() if (k, v) not in (("gelu", "none"), ("model", "gpt2"))}
 
 
 def order_for_optimizer(params: Mapping[str, Tensor]) -> list[str]:
@@ -153,8 +157,7 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         content = retry_reads(path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         model = {re.sub(WRAPPERS, "", k): v for k, v in content.pop("model").items()}
         model = {k: v for k, v in model.items() if not k.endswith(".attn.bias")}  # the causal mask
-        if HEAD in model and are_tied(model[HEAD], model[EMBEDDING]):
-            del model[HEAD]
+        remove_tied(model, content.get("model_args") or {})
         order = content.pop("optimizer_params", order_for_optimizer(model))  # nanoGPT does not name them
         states = content.pop("optimizer", {"state": {}})["state"]
         return FullState(model, {order[i]: state for i, state in states.items()}, shapes_of(model)), content
@@ -166,6 +169,18 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         is_unsafe = isinstance(error, pickle.UnpicklingError)
         reason = "reading it could run code" if is_unsafe else quote_cause(error)
         raise ConfigError(f"{path} is not a checkpoint of nanoGPT ({reason}): use another checkpoint") from None
+
+
+def remove_tied(weights: dict[str, Tensor], model_args: Mapping[str, Any]) -> None:
+    """Remove the other names of tied parameters, if they have the values of the parameter.
+
+    Args:
+        weights: by name; it is changed.
+        model_args: of the model.
+    """
+    for name, source in make_shape(model_args).tied_names().items():
+        if name in weights and are_tied(weights[name], weights[source]):
+            del weights[name]
 
 
 def are_tied(head: Tensor, embedding: Tensor) -> bool:

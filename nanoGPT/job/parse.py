@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manifests, step_directories
-from nanoGPT.checkpoint.starting_point import SHAPE, read_weights
+from nanoGPT.checkpoint.starting_point import find_model_name, read_weights, shape_fields
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
-from nanoGPT.job.command_line import command_line, join_flag_values
+from nanoGPT.job.command_line import command_line, expand_home, join_flag_values
 from nanoGPT.job.schema import SchemaError, check_schema
+from nanoGPT.model import make_shape
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import GPU_DEFAULTS, PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
@@ -45,7 +46,7 @@ def parse(
     """Build the configuration of a run from config files and flags.
 
     Args:
-        config_class: `TrainConfig` or a phase's extension of it. The observers add their flags.
+        config_class: `TrainConfig` or a phase's extension of it. The model and the observers add their flags.
         argv: the command-line arguments: config files and `--key=value` flags.
         trainer: the train.py that runs; config files are also looked up in its directory.
         world_size: number of ranks. The defaults are the same on 1, 2, 4 and 8 ranks.
@@ -59,10 +60,11 @@ def parse(
     check_names(flags)
     if file_values is None:
         file_values = read_config_files(config_class, argv, trainer)
-    config_class = add_flags(config_class, find_observers(flags, file_values))
+    model = find_model(config_class, flags, file_values)
+    config_class = add_flags(config_class, find_observers(flags, file_values), model)
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
     defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
-    config = parse_flags(config_class, {**defaults, **file_values}, flags)
+    config = parse_flags(config_class, {**defaults, "model": model, **file_values}, flags)
     if config.init_from == "resume":
         out_dir = find_run_to_resume(config_class, config.out_dir)
         defaults = load_saved_config(config_class, out_dir, config.resume_step)
@@ -88,7 +90,9 @@ def check_given_shape(config: TrainConfig, given: set[str]) -> None:
     Raises:
         ConfigError: a flag does; the message names it.
     """
-    names = [name for name in SHAPE if name in given and name != "block_size" and getattr(config, name) is not None]
+    shape = make_shape({**dataclasses.asdict(config), "vocab_size": 1})
+    names = [name for name in shape_fields(shape, config) if name in given and name != "block_size"]
+    names = [name for name in names if getattr(config, name) is not None]
     if not names or not (config.init_from in PRETRAINED or Path(config.init_from or "scratch").is_dir()):
         return
     shape = read_weights(config.init_from, step=config.resume_step).shape
@@ -145,7 +149,8 @@ def read_config_files(config_class: type, argv: list[str], trainer: Path) -> dic
         path: execute(path) for path in (find_config_file(word, trainer) for word in filter(is_config_file, words))
     }
     together: dict[str, object] = {name: value for values in files.values() for name, value in values.items()}
-    config_class = add_flags(config_class, find_observers(words, together))
+    model = find_model(config_class, words, together)
+    config_class = add_flags(config_class, find_observers(words, together), model)
     for path, values in files.items():
         together |= check_file_values(config_class, path, values)
     return together
@@ -156,7 +161,7 @@ def config_from_launcher(config_class: type[C]) -> C | None:
     if not (text := os.environ.get(CONFIG_VARIABLE)):
         return None
     values = json.loads(text)
-    return add_flags(config_class, values["observers"])(**values)
+    return add_flags(config_class, values["observers"], values["model"])(**values)
 
 
 def find_config_file(name: str, trainer: Path) -> Path:
@@ -215,8 +220,18 @@ def check_file_values(config_class: type, path: Path, values: dict[str, object])
 
 def find_value(name: str, flags: list[str], file_values: Mapping[str, object]) -> object | None:
     """Return the value of a field before the flags are parsed; None if neither a flag nor a config file sets it."""
-    values = [flag.split("=", 1)[1] for flag in flags if flag.startswith(f"--{name}=")]
+    values = [expand_home(name, flag.split("=", 1)[1]) for flag in flags if flag.startswith(f"--{name}=")]
     return values[-1] if values else file_values.get(name)
+
+
+def find_model(config_class: type[TrainConfig], flags: list[str], file_values: Mapping[str, object]) -> str:
+    """Return the name of the model, whose flags the parser must know: that of the flags, else of the weights."""
+    if name := find_value("model", flags, file_values):
+        return str(name)
+    source = str(find_value("init_from", flags, file_values) or TrainConfig.init_from)
+    if source == "resume":
+        source = find_run_to_resume(config_class, str(find_value("out_dir", flags, file_values) or TrainConfig.out_dir))
+    return find_model_name(source)
 
 
 def find_observers(flags: list[str], file_values: Mapping[str, object]) -> str:

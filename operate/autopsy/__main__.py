@@ -19,12 +19,12 @@ from operate.autopsy.evidence import Evidence, read_evidence
 from operate.run_files import find_newest_run
 
 WIDTH, LABEL_WIDTH = 120, 10
-# For each kernel of phase 2: the class of the modules that use it, and the class of those that use torch's operations.
+# For each kernel of phase 2: the class of the modules that use it, and the classes of those that do not.
 KERNEL_CLASSES = (
-    ("attention", "KernelAttention", "CausalSelfAttention"),
-    ("gelu", "KernelMLP", "MLP"),
-    ("layernorm", "KernelLayerNorm", "LayerNorm"),
-    ("layernorm", "KernelBlock", "Block"),
+    ("attention", "KernelAttention", ("CausalSelfAttention", "LlamaAttention")),
+    ("gelu", "KernelMLP", ("MLP",)),
+    ("layernorm", "KernelLayerNorm", ("LayerNorm",)),
+    ("layernorm", "KernelBlock", ("Block",)),
 )
 
 
@@ -49,9 +49,9 @@ def describe_kernels(evidence: Evidence) -> str:
         plain = name.removeprefix("FSDP")  # fully_shard gives its modules a new class
         counts[plain] = counts.get(plain, 0) + count
     parts = []
-    for kernel, used_class, plain_class in KERNEL_CLASSES:
-        used, plain = counts.get(used_class, 0), counts.get(plain_class, 0)
-        parts += [f"{kernel}: {used} of {used + plain} {plain_class}"] if used + plain else []
+    for kernel, used_class, plain_classes in KERNEL_CLASSES:
+        used, plain = counts.get(used_class, 0), sum(counts.get(name, 0) for name in plain_classes)
+        parts += [f"{kernel}: {used} of {used + plain} {' or '.join(plain_classes)}"] if used + plain else []
     return f"--kernels={kernels}; modules with a kernel: {', '.join(parts)}; {first.get('optimizer')} updates"
 
 

@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from nanoGPT.checkpoint.manifest import Checkpoint
-from nanoGPT.checkpoint.starting_point import SHAPE, check_resume
+from nanoGPT.checkpoint.starting_point import check_resume
 from nanoGPT.dataset import EVALUATE, TRAIN, Split, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
+from nanoGPT.model import GPTConfig
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
@@ -287,7 +288,11 @@ def test_an_epoch_reads_every_window_once(tmp_path):
 
 def make_checkpoint(config: TrainConfig) -> Checkpoint:
     """Return a checkpoint of a run with this configuration, without files."""
-    manifest = {"model_args": {name: getattr(config, name) for name in SHAPE}, "config": vars(config), "step": 9}
+    manifest = {
+        "model_args": vars(GPTConfig.from_dict({**vars(config), "vocab_size": 75})),
+        "config": vars(config),
+        "step": 9,
+    }
     return Checkpoint(Path("step-9"), {**manifest, "data": TokenData.from_config(config).identity})
 
 

@@ -116,7 +116,7 @@ def test_a_field_that_changes_the_model_is_refused(name, tmp_path):
         edit_config(tmp_path, **{name: import_transformers().GPT2Config().to_dict()[name]})
         assert (compute_logits(tmp_path) - expected).abs().max() > 0.01  # the error if the field were ignored
         edit_config(tmp_path, **{name: UNSUPPORTED_FIELDS[name]})
-    assert_directory_refused(tmp_path, f"config.json has {name}={UNSUPPORTED_FIELDS[name]!r}", "use another GPT-2")
+    assert_directory_refused(tmp_path, f"config.json has {name}={UNSUPPORTED_FIELDS[name]!r}", "use another gpt2")
 
 
 def test_an_untied_head_is_refused(tmp_path):
@@ -206,7 +206,7 @@ def test_invalid_model_args_of_a_ckpt_are_refused_at_once(changes, tmp_path):
     shape = GPTConfig(1, 2, 16, 16, False, 75)
     args = {k: v for k, v in {**vars(shape), **changes}.items() if v is not None}
     torch.save({"model": GPT(shape).state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
-    assert_directory_refused(tmp_path, "does not describe a GPT-2", next(iter(changes)))
+    assert_directory_refused(tmp_path, "describes no model", next(iter(changes)))
 
 
 def save_in_multiple_files(folder: Path) -> list[Path]:

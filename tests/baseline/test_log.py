@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoGPT import log as log_module
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.log import Log, count_tokens, read_lines_before
+from nanoGPT.job import log as log_module
+from nanoGPT.job.log import Log, count_tokens, read_lines_before
 from nanoGPT.model import GPTConfig
 from nanoGPT.observers import Observer
 from tests.helpers.training import call_train, tiny, train, train_all

@@ -47,8 +47,8 @@ def test_initial_values_depend_only_on_seed_and_name():
     assert torch.equal(shallow.get_parameter(name), deep.get_parameter(name))
     assert not torch.equal(shallow.get_parameter(name), shallow.get_parameter(name.replace("h.1", "h.0")))
     one, two = torch.empty(8, 8), torch.empty(8, 8)
-    draw_initial_rows(one, "a.weight", one.shape, 2, 1)
-    draw_initial_rows(two, "a.weight", two.shape, 2, 2)
+    draw_initial_rows(one, "a.weight", one.shape, 0.02, 1)
+    draw_initial_rows(two, "a.weight", two.shape, 0.02, 2)
     assert not torch.equal(one, two)
 
 
@@ -57,12 +57,12 @@ def test_some_rows_are_drawn_like_all_rows(shape, monkeypatch):
     """Any range of rows has the values of the full parameter, although only the chunks of rows in it are drawn."""
     monkeypatch.setattr("nanoGPT.model.MAX_CHUNK_ELEMENTS", 30)
     full = torch.empty(shape)
-    draw_initial_rows(full, "a.weight", full.shape, 2, 1)
+    draw_initial_rows(full, "a.weight", full.shape, 0.02, 1)
     assert full.unique().numel() == full.numel() or len(shape) == 1
     for begin in range(len(full)):
         for end in range(begin, len(full) + 1):
             part = torch.empty(end - begin, *shape[1:])
-            draw_initial_rows(part, "a.weight", full.shape, 2, 1, begin)
+            draw_initial_rows(part, "a.weight", full.shape, 0.02, 1, begin)
             assert torch.equal(part, full[begin:end])
 
 

@@ -52,7 +52,7 @@ def test_a_run_never_writes_into_the_directory_of_another_run(change, tmp_path):
 def delete_while_training(out: str) -> None:
     """Train, and delete the run's directory as soon as step 3 is logged."""
     from nanoGPT import train
-    from nanoGPT.log import Log
+    from nanoGPT.job.log import Log
 
     real_log = Log.log
 

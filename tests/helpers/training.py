@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.phases import load_config_class
 from nanoGPT.files import PACKAGE
+from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import TrainConfig
 from workshop.ranks import losses, run_on_ranks
 
@@ -36,7 +37,8 @@ TINY: dict[str, Any] = {
 
 def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
     """Return a configuration that trains in about a second. `changes` replace its fields."""
-    return CONFIGS[phase](**{**TINY, "out_dir": str(out_dir), **changes})
+    config_class = add_flags(CONFIGS[phase], find_default_observers(), changes.get("model", "gpt2"))
+    return config_class(**{**TINY, "out_dir": str(out_dir), **changes})
 
 
 def call_train(phase: str, config: TrainConfig) -> None:

@@ -150,12 +150,13 @@ MEMORY_LIMITED_TRAINING = """
 import ctypes, importlib, re, resource, sys
 from pathlib import Path
 from nanoGPT.job import start
+from nanoGPT.model import GPT
 from nanoGPT.optim import LossScaler
 
 phase, owner, name, number = sys.argv[1:5]
 del sys.argv[1:5]
 trainer = importlib.import_module(f"{phase}.train")
-owner = {"trainer": trainer, "scaler": LossScaler}[owner]
+owner = {"trainer": trainer, "scaler": LossScaler, "model": GPT}[owner]
 call, calls = getattr(owner, name), []
 
 def limit_memory_and_call(*args, **kwargs):
@@ -184,7 +185,7 @@ STATE = f"{format_bytes(8 * SHAPE.count_params())} of optimizer state"
 @pytest.mark.parametrize(
     ("phase", "owner", "name", "number", "phrases"),
     [
-        ("nanoGPT", "trainer", "GPT", 1, ["--batch_size=4"]),
+        ("nanoGPT", "model", "__init__", 1, ["--batch_size=4"]),
         ("nanoGPT", "trainer", "reseed", 4, [PARAMETERS, GRADIENTS, STATE, "--batch_size=4"]),
         ("phase1_zero1", "scaler", "step", 1, [PARAMETERS, GRADIENTS]),
         (

@@ -633,7 +633,7 @@ def trigger_error(case: str) -> None:
         ("class", "Adafactor is not known to be elementwise.*elementwise=True"),
         ("devices", "parameters are on cpu and meta"),
         ("ranks", "ranks have different parameters"),
-        ("no matrix", "Muon has no matrix to train.*contain .h."),
+        ("no matrix", "Muon has no matrix to train.*in the model.s `blocks`"),
         ("later group", "DdpOptimizer cannot add a parameter group: create it with all groups"),
         ("sparse", "a gradient is sparse.*sparse=False"),
         ("no gradient", "no rank has a gradient to step with"),

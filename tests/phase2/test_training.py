@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT, MLP, Block, CausalSelfAttention, GPTConfig
+from nanoGPT.model import GPT, MLP, Attention, Block, CausalSelfAttention, GPTConfig
 from nanoGPT.sample import generate
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.apply import (
@@ -250,13 +250,14 @@ class CustomHeadGPT(GPT):
 
 
 def test_a_changed_model_is_refused():
-    """A model that is not a plain GPT, or already has kernels, is refused with one sentence and does not change."""
+    """A model with another loss, no GPT, and one that has kernels are refused with one sentence. They do not change."""
     shape = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=75)
     biased, with_kernels = GPT(shape), GPT(shape)
     biased.lm_head.bias = nn.Parameter(torch.zeros(75))
     apply_kernels(with_kernels, "layernorm")
     for net, words in (
-        (CustomHeadGPT(shape), "the model is a CustomHeadGPT"),
+        (CustomHeadGPT(shape), "loss: a CustomHeadGPT has its own compute_loss"),
+        (nn.Linear(1, 1), "the model is a Linear"),
         (biased, "lm_head has a bias"),
         (with_kernels, "already has a kernel: name all kernels in one call"),
     ):
@@ -269,6 +270,11 @@ def test_a_changed_model_is_refused():
 class QkNormAttention(CausalSelfAttention):
     def forward(self, x, cache=None):
         return super().forward(nn.functional.normalize(x), cache)
+
+
+class SigmoidAttention(CausalSelfAttention):
+    def attend(self, q, k, v, cache):
+        return (q @ k.transpose(-2, -1)).sigmoid().tril() @ v
 
 
 def wrap_method(cls, name):
@@ -287,13 +293,13 @@ def wrap(cls, name="forward"):
 
 # What a user changed, by the kernel and the words of its error.
 CHANGES = {
-    ("attention", "CausalSelfAttention.forward was changed: .* instead of"): wrap(CausalSelfAttention),
+    ("attention", "Attention.attend was changed: .* instead of"): wrap(Attention, "attend"),
     ("layernorm", "Block.forward was changed"): wrap(Block),
     ("loss", "GPT.compute_logits was changed"): wrap(GPT, "compute_logits"),
     ("embedding", "GPT.embed was changed"): wrap(GPT, "embed"),
     ("embedding", "wte.forward is not that of torch's Embedding"): wrap(nn.Embedding),
-    ("attention", "a QkNormAttention has its own forward"): lambda net, _: setattr(
-        net.blocks[0].attn, "__class__", QkNormAttention
+    ("attention", "a SigmoidAttention has its own attend"): lambda net, _: setattr(
+        net.blocks[0].attn, "__class__", SigmoidAttention
     ),
     ("gelu", "a MLP has its own forward"): lambda net, _: setattr(net.blocks[1].mlp, "forward", nn.Identity().forward),
     ("gelu", "h.0.mlp.gelu is a SiLU, and not a GELU"): lambda net, _: setattr(net.blocks[0].mlp, "gelu", nn.SiLU()),
@@ -314,6 +320,18 @@ def test_a_kernel_never_replaces_changed_code(kernel, words, monkeypatch):
     assert find_change(net, "loss" if kernel != "loss" else "gelu") is None
     lines = apply_kernels(net, "auto", "cuda")
     assert [line for line in lines if line.startswith(f"kernels: auto leaves out {kernel}, because")], lines
+
+
+def test_the_attention_kernel_keeps_other_code_of_attention():
+    """The kernel replaces only the attention of queries to keys. What else a user's class computes stays."""
+    plain = make_model()
+    for block in plain.blocks:
+        block.attn.__class__ = QkNormAttention
+    ours, x, y = copy.deepcopy(plain), *make_batch()
+    apply_kernels(ours, "attention")
+    (loss, grads), (expected, expected_grads) = (run_step(net, x, y) for net in (ours, plain))
+    assert abs(loss - expected) <= 2e-6 and abs(loss - run_step(make_model(), x, y)[0]) > 1e-4
+    assert compute_max_gap(grads, expected_grads) <= 2e-6
 
 
 @pytest.mark.parametrize(

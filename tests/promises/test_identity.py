@@ -222,10 +222,10 @@ def test_export_refuses_another_architecture(tmp_path):
     weights = dict(GPT(shape).named_parameters())
     norm = torch.ones(4)
     for change in ({"transformer.h.0.attn.q_norm.weight": norm}, {"lm_head.weight": torch.ones(16, 4)}):
-        with pytest.raises(ConfigError, match="this model is not GPT-2: .* is only in it"):
+        with pytest.raises(ConfigError, match="this model is not the gpt2 of transformers: .* is only in it"):
             write_hf(tmp_path, shape, {**weights, **change}, 16)
     del weights["transformer.wpe.weight"]
-    with pytest.raises(ConfigError, match="transformer.wpe.weight is only in GPT-2"):
+    with pytest.raises(ConfigError, match="transformer.wpe.weight is only in gpt2"):
         write_hf(tmp_path, shape, weights, 16)
     assert not list(tmp_path.glob("*.safetensors"))
 

@@ -60,7 +60,7 @@ def test_the_examples_of_the_guide_work(modules):
         (["--observers=my_evaluation", "--second_interval=0"], "--second_interval=0 is out of range"),
         (["--observers=my_metrics", "--second_interval=5"], "unknown flag --second_interval"),
         (["--observers=my_metric"], "my_metric is not a module with a class Observer"),
-        (["--observers=measure,my_ledger"], "the flag --ledger exists already"),
+        (["--observers=measure,my_ledger"], "my_ledger has a flag --ledger, which exists already"),
     ],
 )
 def test_flags_of_an_observer_are_checked(flags, problem, modules):

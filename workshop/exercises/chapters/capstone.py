@@ -44,8 +44,8 @@ SEED_OF_RANK = plant_mistake(
     "a training step also draws random numbers",
 )
 NO_MASK = plant_mistake(
-    "is_causal=mask is None and T > 1,  # with a cache there is one query, which attends to every key",
-    "is_causal=False,",
+    "y = self.attend(q, k, v, cache)  # (B, nh, T, hs)",
+    "y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)",
     "only the forward pass",
 )
 REENTRANT = Mistake(
@@ -57,8 +57,8 @@ REENTRANT = Mistake(
             "self.mlp(torch.cat(halves))",
         ),
         (
-            "from torch.nn import functional as F\n",
-            "from torch.nn import functional as F\nfrom torch.utils.checkpoint import checkpoint\n",
+            "from torch import Tensor, nn\n",
+            "from torch import Tensor, nn\nfrom torch.utils.checkpoint import checkpoint\n",
         ),
     ),
     "a second backward() ran",

@@ -32,7 +32,7 @@ from nanoGPT.job.hardware import (
     read_gpu_driver,
     read_peak_memory,
 )
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import ModelConfig
 from nanoGPT.observers import Observer
 from nanoGPT.train_config import TrainConfig
 
@@ -91,7 +91,7 @@ class Log(Observer):
         ConfigError: a file is not writable. Every rank raises it.
     """
 
-    def __init__(self, config: TrainConfig, run: Runtime, first_step: int, model_args: GPTConfig) -> None:
+    def __init__(self, config: TrainConfig, run: Runtime, first_step: int, model_args: ModelConfig) -> None:
         super().__init__(config)
         self.run, self.out_dir, self.model_args = run, Path(config.out_dir), model_args
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
@@ -139,7 +139,7 @@ class Log(Observer):
             "git_commit": read_git_commit(),
             "world_size": self.run.world_size,
             "config": dataclasses.asdict(self.config),
-            "model_args": dataclasses.asdict(self.model_args),
+            "model_args": vars(self.model_args),
             "chosen": self.run.reasons,
             "tokens_per_step": self.tokens_per_step,
         }

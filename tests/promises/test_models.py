@@ -1,0 +1,211 @@
+"""Llama has one loss curve in every phase, its files work with `transformers`, and a model of one's own is a module."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.matrix.cells import matches_formula
+from nanoGPT import export, sample
+from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.errors import ConfigError
+from nanoGPT.job.parse import parse
+from nanoGPT.llama import LlamaConfig
+from nanoGPT.model import KVCache
+from nanoGPT.train_config import TrainConfig, validate
+from phase2_triton.apply import apply_kernels
+from tests.helpers.programs import DEADLINE
+from tests.helpers.training import ROOT, TINY, gap, tiny, train, train_all
+from workshop.ranks import losses
+
+LLAMA: dict[str, Any] = {"model": "llama", "n_head": 4, "n_kv_head": 2, "max_iters": 6, "eval_interval": 3}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dropout": {},
+    "no dropout": {"dropout": 0.0},
+    "tied": {"tie_embeddings": True},
+    "muon": {"optimizer": "muon"},
+}
+# For each number of ranks: a phase, the variant of the model that it trains, and further options.
+CELLS: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
+    1: [("phase2_triton", "no dropout", {"kernels": "loss,attention"}), ("phase3_fsdp", "dropout", {})],
+    2: [
+        ("nanoGPT", "dropout", {}),
+        ("phase1_zero1", "dropout", {"zero_stage": 2}),
+        ("phase1_zero1", "no dropout", {"kernels": "loss"}),
+        ("phase3_fsdp", "dropout", {"fsdp_activation_checkpointing": "selective", "async_save": True}),
+        ("phase3_fsdp", "no dropout", {"compile": True}),
+        ("phase3_fsdp", "tied", {}),
+        ("phase3_fsdp", "muon", {}),
+    ],
+    4: [
+        ("phase1_zero1", "muon", {}),
+        ("phase1_zero1", "tied", {}),
+        ("phase3_fsdp", "dropout", {"fsdp_shard_size": "2", "fsdp_wrap": "1000", "fsdp_cpu_offload": True}),
+    ],
+}
+IDX = torch.arange(20).view(2, 10) % 16
+
+
+@pytest.mark.long
+def test_llama_has_one_loss_curve(tmp_path):
+    """In every phase, on 1, 2 and 4 ranks, the losses are those of one process, and the ledger measures the bytes of
+    the formulas. A checkpoint of 2 ranks continues in other phases and on other ranks."""
+    options = {variant: {**LLAMA, **fields} for variant, fields in VARIANTS.items()}
+    train_all(1, [("nanoGPT", tiny("nanoGPT", tmp_path / variant, **options[variant])) for variant in VARIANTS])
+    for ranks, cells in CELLS.items():
+        names = [f"{ranks} {i}" for i in range(len(cells))]
+        configs = [
+            (phase, tiny(phase, tmp_path / name, **{**options[variant], **fields}, ledger=not fields.get("compile")))
+            for name, (phase, variant, fields) in zip(names, cells, strict=True)
+        ]
+        for curve, (_, config), cell in zip(train_all(ranks, configs), configs, cells, strict=True):
+            difference = gap(losses(tmp_path / cell[1]), curve)
+            assert difference <= (1e-4 if cell[1] == "muon" else 1e-6), (ranks, cell, difference)
+            if config.ledger:
+                assert matches_formula(json.loads((Path(config.out_dir) / "ledger.json").read_text())), (ranks, cell)
+    for ranks, phase in ((1, "nanoGPT"), (2, "phase1_zero1"), (4, "phase3_fsdp")):
+        copy = shutil.copytree(tmp_path / "2 3", tmp_path / f"{phase} resumed")  # saved by phase 3 on 2 ranks
+        shutil.rmtree(copy / "checkpoints/step-00000006")
+        config = tiny(phase, copy, init_from="resume", **options["dropout"])
+        assert gap(losses(tmp_path / "dropout"), train(phase, ranks, config)) <= 1e-6, phase
+
+
+def make_llama(**changes: Any) -> torch.nn.Module:
+    """Return a small Llama whose weights are so large that positions and heads matter."""
+    fields = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 16, "n_kv_head": 2, **changes}
+    model = LlamaConfig(**fields).create_model().eval()
+    model.init_weights(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(10 if param.dim() > 1 else 1)
+    return model
+
+
+@torch.no_grad()
+def test_a_cache_gives_the_same_logits():
+    """Token by token with a cache, and for sequences of different lengths, the logits are those of full sequences."""
+    model = make_llama()
+    expected = model.compute_logits(model.compute_features(IDX))
+    caches = [KVCache() for _ in model.blocks]
+    parts = [model(IDX[:, :4], caches=caches)] + [model(IDX[:, [i]], caches=caches) for i in range(4, 10)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected[:, 3:])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4), (3, 2, 8), (1, 4, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_counts_are_those_of_the_model(shape, tied):
+    """The number of parameters is that of the model; FLOPs count the parameters of matrix products."""
+    layers, kv_heads, heads = shape
+    model = make_llama(n_layer=layers, n_kv_head=kv_heads, n_head=heads, tie_embeddings=tied)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert model.config.count_params() == sum(sizes.values())
+    products = sum(size for name, size in sizes.items() if tied or "embed_tokens" not in name)
+    assert model.config.flops_per_token() == 6 * products + 12 * layers * 32 * 16
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_computes_the_same_logits(tied, tmp_path):
+    """A Llama of `transformers` opens here, and an export opens there, both with the same logits."""
+    transformers = pytest.importorskip("transformers")
+    fields = {"rope_theta": 500.0, "norm_eps": 1e-3, "tie_embeddings": tied}
+    ours = make_llama(**fields)
+    export.write_hf(tmp_path, ours.config, dict(ours.named_parameters()), 16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    theirs.save_pretrained(tmp_path / "again")
+    shape, weights, _ = read_weights(str(tmp_path / "again"))
+    assert shape == ours.config
+    again = sample.load_weights(model := shape.create_model(), weights) or model
+    with torch.no_grad():
+        expected = theirs(IDX).logits
+        for net in (ours, again):
+            torch.testing.assert_close(net.compute_logits(net.compute_features(IDX)), expected, atol=1e-4, rtol=1e-5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for field in ({"attention_bias": True}, {"rope_parameters": {"rope_type": "llama3"}}, {"head_dim": 4}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **field}))
+        with pytest.raises(ConfigError, match="supports only"):
+            read_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--model=llama", "--n_kv_head=3"], "--n_kv_head=3 does not divide --n_head=4"),
+        (["--model=llama", "--n_embd=4"], "heads of 1 channels"),
+        (["--model=llama", "--bias=True"], "--bias=True has no effect"),
+        (["--model=llama", "--rope_theta=-1"], "--rope_theta=-1.0 is out of range"),
+        (["--n_kv_head=2"], "unknown flag --n_kv_head"),
+        (["--model=lama"], "cannot be imported .*did you mean llama"),
+        (["--model=json"], "has no class Shape"),
+    ],
+)
+def test_a_wrong_shape_is_refused(flags, problem):
+    """A flag that the model does not have, or a value that it cannot have, is one sentence."""
+    with pytest.raises(ConfigError, match=problem):
+        validate(parse(TrainConfig, ["--device=cpu", *flags], ROOT / "nanoGPT/train.py"), 1)
+
+
+def test_the_model_of_a_source_is_found_and_compared(tmp_path):
+    """A run that resumes, or starts from weights, has the model of its source. A flag that differs is refused."""
+    fields = {**LLAMA, "max_iters": 1, "eval_iters": 1}
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
+    trainer = ROOT / "nanoGPT/train.py"
+    for source in ([f"--init_from={tmp_path}"], ["--init_from=resume", f"--out_dir={tmp_path}"]):
+        assert parse(TrainConfig, source, trainer).model == "llama"
+    resumed = parse(TrainConfig, ["--init_from=resume", f"--out_dir={tmp_path}"], trainer)
+    assert resumed.n_kv_head == 2
+    with pytest.raises(ConfigError, match="--n_kv_head=4, but .* has n_kv_head=2"):
+        parse(TrainConfig, [f"--init_from={tmp_path}", "--n_kv_head=4"], trainer)
+    with pytest.raises(ConfigError, match="--model=gpt2, but .* has model=llama"):
+        parse(TrainConfig, [f"--init_from={tmp_path}", "--model=gpt2"], trainer)
+
+
+def run_with_path(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python words...` in a new interpreter, which also imports from a directory."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, timeout=DEADLINE, **options)
+
+
+def test_the_model_of_the_guide_works(tmp_path, monkeypatch):
+    """The model of docs/models.md is one file. Its losses on two ranks with FSDP are those of one process, and its
+    parameters are counted. It samples, and an export for `transformers` is refused."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
+    (tmp_path / "my_llama.py").write_text(code)
+    one, two = tmp_path / "one", tmp_path / "two"
+    flags = [f"--{name}={value}" for name, value in {**TINY, **LLAMA, "model": "my_llama"}.items()]
+    for words in (
+        ["nanoGPT/train.py", *flags, f"--out_dir={one}"],
+        ["-m", "operate.launch", "--gpus=2", "phase3_fsdp/train.py", *flags, f"--out_dir={two}"],
+        ["-m", "nanoGPT.sample", f"--out_dir={two}", "--max_new_tokens=3"],
+    ):
+        outcome = run_with_path(tmp_path, *words)
+        assert outcome.returncode == 0, outcome.stdout
+    assert gap(losses(one), losses(two)) <= 1e-6
+    words = ["-m", "nanoGPT.export", f"--out_dir={two}", f"--to={tmp_path / 'hf'}"]
+    exported = run_with_path(tmp_path, *words)
+    assert exported.returncode == 2
+    assert "--model=my_llama has no format of Hugging Face: export it with --format=ckpt" in exported.stdout
+    monkeypatch.syspath_prepend(tmp_path)
+    shape = read_weights(str(two)).shape
+    params = sum(p.numel() for p in shape.create_model().parameters())
+    assert (shape.model, shape.count_params()) == ("my_llama", params)
+
+
+def test_kernels_that_do_not_apply_are_named():
+    """Kernels of other modules than Llama's are refused in a list, and left out of `all`; the others run."""
+    model = make_llama()
+    with pytest.raises(ConfigError, match="gelu: the model has no MLP.*use --kernels=loss"):
+        apply_kernels(model, "gelu,loss")
+    lines = "\n".join(apply_kernels(model, "all"))
+    assert "attention: 2 x" in lines and "kernels: loss" in lines
+    for name in ("embedding", "gelu", "layernorm"):
+        assert f"all leaves out {name}, because" in lines
