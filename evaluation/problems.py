@@ -10,6 +10,7 @@ in the order of their names.
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,10 @@ from nanoGPT.job.schema import SchemaError, check_schema
 
 GENERATED = "arc-generated"
 SUFFIXES = (".json", ".jsonl")
+# A minus directly after a letter, a digit or a dot is a hyphen or a subtraction. A comma belongs to a number only before
+# three digits.
+NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 class Line(TypedDict):
@@ -93,14 +98,15 @@ def is_match(text: str, wanted: str, match: str) -> bool:
         return normalize(text) == normalize(wanted)
     if match == "normalized":
         return text.strip().lower() == wanted.strip().lower()
-    numbers = [re.findall(r"-?\d+(?:\.\d+)?", each.replace(",", "")) for each in (text, wanted)]
+    numbers = [NUMBER.findall(THOUSANDS.sub("", each.replace("\u2212", "-"))) for each in (text, wanted)]
     return bool(numbers[0]) and bool(numbers[1]) and float(numbers[0][-1]) == float(numbers[1][-1])
 
 
 def normalize(text: str) -> str:
     """Return a text without case, punctuation, articles and extra space, as SQuAD's evaluation does."""
-    words = re.sub(r"[^\w\s]", "", text.lower()).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
+    # Combining marks stay: in many scripts they are the vowels.
+    letters = [char for char in text.lower() if char.isspace() or unicodedata.category(char)[0] not in "PSC"]
+    return " ".join(word for word in "".join(letters).split() if word not in ("a", "an", "the"))
 
 
 Report = Callable[[ConfigError], None]  # is called with what is wrong with a problem, and raises it or not
@@ -186,7 +192,8 @@ def make_line_problem(name: str, line: str) -> list[Problem]:
     """
     row = json.loads(line)
     check_schema(row, Line)
-    problem = TextProblem(str(row.get("id", name)), row["prompt"], str(row["answer"]), row.get("match", "normalized"))
+    match = row.get("match", "normalized" if isinstance(row["answer"], str) else "numeric")
+    problem = TextProblem(str(row.get("id", name)), row["prompt"], str(row["answer"]), match)
     "".join((problem.id, problem.prompt, problem.wanted)).encode()  # UnicodeEncodeError for half of a surrogate pair
     if problem.match == "numeric" and not problem.score(problem.wanted, "")["is_right"]:
         raise SchemaError("`match` is numeric, and `answer` has no number")

@@ -188,6 +188,10 @@ def write_error_file(message: str) -> bool:
         Whether the launcher of this rank will print the message.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
+        try:
             Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+        except OSError:  # the disk is full; torch's agent could not read an incomplete file
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+            return False
     return "NANOGPT_LAUNCHER" in os.environ

@@ -48,7 +48,13 @@ def retry_reads(path: Path, read: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # a file with this name cannot exist
                 raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
-            if delay is None or isinstance(error, PERMANENT_ERRORS) or error.errno in (errno.ELOOP, errno.EMFILE):
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ConfigError(
+                    f"{path} cannot be opened ({error.strerror}): raise the limit with `ulimit -n 65536`, or use a "
+                    "dataset with fewer files",
+                    on_one_rank=True,
+                ) from None
+            if delay is None or isinstance(error, PERMANENT_ERRORS) or error.errno == errno.ELOOP:
                 raise ConfigError(
                     f"{path} cannot be read ({error.strerror}): nothing was changed; check the file system and its "
                     "permissions, then run the same command again",

@@ -21,7 +21,7 @@ from nanoGPT.errors import ConfigError, did_you_mean
 
 
 class ModelConfig:
-    """The shape of a model. Each model extends this class with a dataclass: see docs/models.md.
+    """The shape of a model, and what trainers need to know of it. Each model extends this class with a dataclass.
 
     Attributes:
         model: the name of the model, a value of `--model`.

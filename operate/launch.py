@@ -181,7 +181,8 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
         received_signals: the signals that the launcher has received.
     """
     if exit_code >= 0:
-        return exit_code, message
+        has_no_message = message.startswith("To enable traceback")  # torch's text for a rank without an error file
+        return exit_code, "its message is above, or in the output that it wrote last" if has_no_message else message
     if received_signals and -exit_code in (received_signals[0], signal.SIGTERM):
         name = signal.Signals(received_signals[0]).name
         return 128 + received_signals[0], f"{name} arrived before training had begun, so there was nothing to save"

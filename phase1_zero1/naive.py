@@ -105,6 +105,20 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
         super().zero_grad(set_to_none)
         self._is_reduced = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the parameters that this rank owns. It loads only on the same rank."""
+        return {**super().state_dict(), "place": (self.rank, self.world_size)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state from `state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another rank or number of ranks.
+        """
+        if state_dict.get("place") != (self.rank, self.world_size):
+            raise ValueError("this state belongs to another rank or number of ranks: use sharded_checkpoint.py")
+        super().load_state_dict(state_dict)
+
     def inner_optimizers(self) -> list[Optimizer]:
         """Return the optimizer of the parameters that this rank owns."""
         return [self.local_optimizer]

@@ -121,7 +121,7 @@ def init_shards(model: nn.Module, fill: Callable[[str, Tensor], object], device:
 def copy_from_rank_0(buffer: Tensor) -> None:
     """Replace a buffer of every rank by that of rank 0. Collective."""
     value = buffer.contiguous()
-    dist.broadcast(value, src=0)
+    dist.broadcast(value.view(-1).view(torch.uint8), src=0)  # gloo and NCCL do not support every dtype
     buffer.copy_(value)
 
 
@@ -159,12 +159,12 @@ def train_step(
         loss = model(*micro_batch)
         loss_sum += loss.detach()
         (loss / len(micro_batches)).backward()
-    model.step_has_failed = False  # type: ignore[assignment]
     check_same_on_all_ranks("parameters with a gradient", [int(p.grad is not None) for p in model.parameters()], device)
     # The gradients are DTensors, so this all-reduces the sum of squares.
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     optimizer.step()
     model.zero_grad()  # also parameters that the optimizer does not have
+    model.step_has_failed = False  # type: ignore[assignment]
     dist.all_reduce(loss_sum)
     assert isinstance(norm, DTensor)
     return loss_sum.item() / (len(micro_batches) * dist.get_world_size()), norm.full_tensor().item()
@@ -184,8 +184,14 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the shards of all parameters, and the persistent buffers, as `model.<name>`. Tied ones appear once."""
+    """Return the shards of all parameters, and the persistent buffers, as `model.<name>`. Tied ones appear once.
+
+    Raises:
+        ValueError: a module has other state (`get_extra_state`), which a checkpoint would not have.
+    """
     persistent = model.state_dict().keys()
+    if names := [name for name in persistent if name.endswith("_extra_state")]:
+        raise ValueError(f"{names[0]} would not be saved: store this state in buffers")
     buffers = {name.replace("_checkpoint_wrapped_module.", ""): buffer for name, buffer in model.named_buffers()}
     state = {f"model.{name}": param.detach() for param, name in parameter_names(model).items()}
     return state | {f"model.{name}": buffer for name, buffer in buffers.items() if name in persistent}

@@ -29,7 +29,7 @@ MAX_DATASET_BYTES = 64 << 20
 IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/data/*/*.bin", "nanoGPT/data/*/meta.*"]
 IGNORED.append("nanoGPT/data/.downloads/")
 PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; the modules that they import are copied too
-TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.checkpoint.verify", "nanoGPT.prepare.text"]
+TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.checkpoint.verify", "nanoGPT.prepare.text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
 LESSONS = {
     "nanoGPT": "`nanoGPT/distributed/ddp.py` averages the gradients with DDP.",

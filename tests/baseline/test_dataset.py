@@ -32,7 +32,7 @@ from nanoGPT.train_config import TrainConfig
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import tiny
-from workshop.ranks import run_on_ranks
+from workshop.ranks import RankFailed, run_on_ranks
 
 POEM = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -257,9 +257,18 @@ def open_many_files(path: str) -> int:
     return len(TokenData(path, 4, 1, 1).datasets[0].splits["train"].files)
 
 
+def open_too_many_files(path: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    TokenData(path, 4, 1, 1)
+
+
 def test_a_dataset_may_have_more_files_than_the_soft_limit(tmp_path):
-    """The soft limit of open files is raised, because a dataset can have hundreds of files."""
-    assert run_on_ranks(open_many_files, 1, write_dataset(tmp_path / "many", 0, *[6] * 100), show=False) == [100]
+    """The soft limit of open files is raised, because a dataset can have hundreds of files. If the hard limit is too
+    low, the error says how to raise it."""
+    many = write_dataset(tmp_path / "many", 0, *[6] * 100)
+    assert run_on_ranks(open_many_files, 1, many, show=False) == [100]
+    with pytest.raises(RankFailed, match="Too many open files.*: raise the limit with `ulimit -n"):
+        run_on_ranks(open_too_many_files, 1, many, show=False)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000, 4097])

@@ -105,13 +105,21 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, wanted, match, is_right",
+    ("text", "wanted", "match", "is_right"),
     [
         (" Paris\n", "Paris", "exact", True),
         ("paris", "Paris", "exact", False),
         ("The  answer.", "answer", "normalized", True),
         ("so it is 1,024.0", "1024", "numeric", True),
         ("2 or 3", "2", "numeric", False),
+        ("0.00001", "1e-05", "numeric", True),
+        ("-5", "1e-05", "numeric", False),
+        ("0.5", ".5", "numeric", True),
+        ("x = 1,2", "2", "numeric", True),
+        ("10-5", "5", "numeric", True),
+        ("it is \u22125", "-5", "numeric", True),
+        ("\u0915\u093e", "\u0915\u0940", "normalized", False),  # Hindi: only the vowel sign differs
+        ("3.5%", "35", "normalized", True),
         ("", "A", "normalized", False),
     ],
 )

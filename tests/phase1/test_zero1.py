@@ -216,11 +216,15 @@ def compare_flat_with_naive() -> float:
             compute_loss(model, x).backward()
             optimizer.step()
             (model if step < 2 else optimizer).zero_grad()
+    state = optimizers[1].state_dict()
+    optimizers[1].load_state_dict(state)
+    with pytest.raises(ValueError, match="belongs to another rank"):  # one rank saves, and all ranks load its state
+        optimizers[1].load_state_dict({**state, "place": (dist.get_rank() + 1, dist.get_world_size())})
     return max((a - b).abs().max().item() for a, b in zip(*(m.parameters() for m in models), strict=True))
 
 
 def test_the_naive_version_matches_the_flat_version():
-    """The parameters match, also after a dropped step."""
+    """The parameters match, also after a dropped step. The naive version refuses the state of another rank."""
     assert max(run_on_ranks(compare_flat_with_naive, 4)) <= 1e-6
 
 

@@ -413,9 +413,32 @@ class NoisyLayers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(2, 1) for _ in range(2))
         self.register_buffer("noise", torch.randn(2))
         self.register_buffer("transposed", torch.randn(2, 3).t())
+        self.register_buffer("counts", torch.tensor([-1, 2], dtype=torch.int16))  # gloo does not support this dtype
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
         return (self.layers[branch](x) + self.noise).mean()
+
+
+class FailingSgd(torch.optim.SGD):
+    """An optimizer whose first step fails, as when its state does not fit into memory."""
+
+    has_failed = False
+
+    def step(self, closure=None):
+        if not self.has_failed:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("the state of the optimizer")
+        return super().step(closure)
+
+
+class LayerWithScale(nn.Linear):
+    """A layer with state that is not a tensor, such as the scales of a layer in fp8."""
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
 
 
 def use_ranks_differently(folder: str) -> None:
@@ -457,6 +480,15 @@ def use_ranks_differently(folder: str) -> None:
         minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0) + batches(5), 0)
     with pytest.raises(RuntimeError, match="an earlier step failed: build the model again"):
         minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0), 0)
+    failing = make()
+    optimizer_that_fails = FailingSgd(failing.parameters(), lr=0.1)
+    with pytest.raises(torch.OutOfMemoryError):
+        minimal.train_step(failing, optimizer_that_fails, batches(0), 0)
+    with pytest.raises(RuntimeError, match="an earlier step failed: build the model again"):
+        minimal.train_step(failing, optimizer_that_fails, batches(0), 0)
+    scaled = make(build=lambda: LayerWithScale(2, 2))
+    with pytest.raises(ValueError, match="_extra_state would not be saved: store this state in buffers"):
+        minimal.save(f"{folder}-scaled", scaled, torch.optim.SGD(scaled.parameters(), lr=0.1), 0)
     low = make(build=lambda: NoisyLayers().bfloat16())
     assert {param.dtype for param in low.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match="different numbers of micro-batches"):
@@ -466,8 +498,9 @@ def use_ranks_differently(folder: str) -> None:
 
 
 def test_ranks_that_differ_are_refused(tmp_path):
-    """Ranks with other micro-batches or other gradients, values that are left out, and a second save into a directory
-    are one error. Random buffers are equal on all ranks, and `max_norm=0` does not clip."""
+    """Ranks with other micro-batches or other gradients, values that are left out, state that is not saved, a step
+    after a failed one, and a second save into a directory are one error. Random buffers are equal on all ranks, and
+    `max_norm=0` does not clip."""
     run_on_ranks(use_ranks_differently, 2, str(tmp_path / "saved"))
 
 

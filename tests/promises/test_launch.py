@@ -12,12 +12,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.errors import ConfigError, NonFiniteLoss
+from nanoGPT.errors import ConfigError, NonFiniteLoss, report_failure
 from nanoGPT.job.out_dir import enter_out_dir
 from nanoGPT.job.start import STOP_SIGNALS, listen_for_signals, start
 from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
-from operate.launch import find_root_cause
+from operate.launch import explain_exit, find_root_cause
 from operate.nodes import NodeConfig
 from operate.restart import record_job, resume_after_restart
 from operate.watchdog import list_children
@@ -389,6 +389,19 @@ def test_every_error_has_its_exit_code(error, code, tmp_path):
     outcome = run_program(str(program), f"--out_dir={tmp_path}", "--device=cpu")
     assert outcome.code == code and outcome.output.count("error: ") == 1, outcome
     assert ("Traceback" in outcome.output) == error.startswith("ValueError")
+
+
+def test_a_rank_prints_its_error_if_the_error_file_cannot_be_written(tmp_path, monkeypatch, capsys):
+    """On a full disk, no incomplete error file is left for torch's agent. The rank prints its error itself, and the
+    launcher refers to it."""
+    monkeypatch.setenv("NANOGPT_LAUNCHER", "1")
+    for path, prints in ((tmp_path / "error.json", False), (tmp_path / "full" / "error.json", True)):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        assert report_failure(1, "the disk is full") == 1
+        assert ("error: the disk is full" in capsys.readouterr().err) == prints
+        assert path.exists() != prints
+    failure = ProcessFailure(0, 1, 1, str(path))
+    assert explain_exit(1, failure.message, []) == (1, "its message is above, or in the output that it wrote last")
 
 
 def raise_non_finite_loss(out: str) -> list[str]:
