@@ -25,6 +25,9 @@ STORE ?= 127.0.0.1:$(PORT)
 # These are not taken from the environment: WSL, for example, sets NAME to the name of the machine.
 RUN :=
 NAME :=
+INPUT :=
+TOKENIZER :=
+FIELD :=
 N :=
 LEVEL ?= 1
 ARGS ?=
@@ -38,6 +41,9 @@ COMMA := ,
 DATASETS = $(foreach part,$(subst $(COMMA), ,$(DATASET)),$(firstword $(subst :, ,$(part))))
 PREPARED := $(patsubst %prepare.py,%meta.json,$(wildcard $(foreach name,shakespeare_char shakespeare synthetic $(DATASETS),nanoGPT/data/$(name)/prepare.py)))
 
+CHECK_DATASET = $(if $(DATASET),test -e $(call QUOTED,nanoGPT/data/$(DATASET)/meta.json) -o -e $(call QUOTED,$(DATASET)/meta.json) || for name in $(patsubst %,"%",$(DATASETS)); do \
+	test -e "nanoGPT/data/$$name/meta.json" -o -e "$$name/meta.json" || { \
+	echo "error: there is no prepared dataset $$name: choose $(PREPARABLE)$(COMMA) or prepare your own text with make data INPUT=FILE" >&2; exit 2; }; done)
 PREPARABLE = $(subst $() ,$(COMMA) ,$(sort $(notdir $(patsubst %/prepare.py,%,$(wildcard nanoGPT/data/*/prepare.py)))))
 
 .PHONY: help setup data doctor notebooks exercise check hint solution diff baseline phase1 phase2 phase3 sample
@@ -69,7 +75,7 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 nanoGPT/data/synthetic/meta.json: nanoGPT/prepare/synthetic.py
 nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .venv/.core
 	@$(PY) $<
-	@test -e $@ || { echo "error: $< has written no meta.json, which names the tokenizer and the files: prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }
+	@test -e $@ || { echo "error: $< has written no meta.json, which names the tokenizer and the files: prepare your own text with make data INPUT=FILE" >&2; exit 2; }
 	@touch -c $@
 
 BENCH_fsdp := bench.sharding.fsdp_options
@@ -79,10 +85,8 @@ BENCH_torture := bench.checkpoints.torture
 
 ##@ start
 setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch
-data: $(PREPARED)  ## prepare Shakespeare (as characters and as GPT-2 tokens), synthetic text, and DATASET
-	@$(if $(DATASET),test -e $(call QUOTED,nanoGPT/data/$(DATASET)/meta.json) -o -e $(call QUOTED,$(DATASET)/meta.json) || for name in $(patsubst %,"%",$(DATASETS)); do \
-			test -e "nanoGPT/data/$$name/meta.json" -o -e "$$name/meta.json" || { \
-			echo "error: there is no prepared dataset $$name: choose $(PREPARABLE)$(COMMA) or prepare your own text with nanoGPT/data/shakespeare_char/prepare.py --input=FILE" >&2; exit 2; }; done)
+data: $(if $(INPUT),.venv/.core,$(PREPARED))  ## prepare Shakespeare, synthetic text and DATASET; or INPUT=your text, NAME=, TOKENIZER=
+	@$(if $(INPUT),$(PY) -m nanoGPT.prepare.own_text $(call QUOTED,--input=$(INPUT)) $(if $(NAME),$(call QUOTED,--name=$(NAME))) $(if $(TOKENIZER),$(call QUOTED,--tokenizer=$(TOKENIZER))) $(if $(FIELD),$(call QUOTED,--field=$(FIELD))),$(CHECK_DATASET))
 doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "$(PYTHON) is missing or older than Python 3.9: install Python 3.11, and run make doctor PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -m workshop.doctor

@@ -27,8 +27,7 @@ from nanoGPT.job.schema import SchemaError, check_schema
 
 GENERATED = "arc-generated"
 SUFFIXES = (".json", ".jsonl")
-# A minus directly after a letter, a digit or a dot is a hyphen or a subtraction. A comma belongs to a number only before
-# three digits.
+# A minus directly after a letter, a digit or a dot is no sign. A comma belongs to a number only before three digits.
 NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from evaluation.arc import COLORS
 from evaluation.problems import ArcProblem, Problem
 from nanoGPT.errors import ConfigError
-from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer
+from nanoGPT.prepare.tokenizer import CharTokenizer, Tokenizer
 
 PromptForm = Literal["plain", "chat", "harmony"]
 
@@ -58,7 +58,7 @@ class OwnCodec:
     def __init__(self, tokenizer: Tokenizer, ids: int) -> None:
         self.tokenizer, self.ids = tokenizer, ids
         self.prefix: list[int] = []
-        self.ends = frozenset([tokenizer.end_of_text] if isinstance(tokenizer, Gpt2Tokenizer) else [])
+        self.ends = frozenset([] if tokenizer.end_of_text is None else [tokenizer.end_of_text])
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

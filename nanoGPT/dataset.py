@@ -50,7 +50,7 @@ def find_dataset(name: str) -> Path:
     if (folder / "prepare.py").is_file():
         raise ConfigError(f"dataset {name} is not prepared: run `make data DATASET={quote(name)}`")
     if folder.is_dir():
-        command = "`.venv/bin/python nanoGPT/data/shakespeare_char/prepare.py --input=FILE`"
+        command = "`make data INPUT=FILE`"
         raise ConfigError(
             f"{folder} has no meta.json, which names the tokenizer and the files: prepare a text: {command}"
         )

@@ -180,11 +180,15 @@ def write_hf_tokenizer(folder: Path, tokenizer: TokenizerIdentity) -> None:
         for name, target in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
             shutil.copyfile(DOWNLOADS / "tiktoken" / TIKTOKEN_FILES[name][0], folder / target)
         return
-    vocab = {character: i for i, character in enumerate(tokenizer["characters"])}
-    model = {"type": "BPE", "vocab": vocab, "merges": []}  # without merges, each token is one character
-    content = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
+    if tokenizer["name"] == "tokenizers":
+        definition = tokenizer["definition"]
+    else:
+        vocab = {character: i for i, character in enumerate(tokenizer["characters"])}
+        model = {"type": "BPE", "vocab": vocab, "merges": []}  # without merges, each token is one character
+        content = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
+        definition = json.dumps(content) + "\n"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer.json").write_text(json.dumps(content) + "\n")
+    (folder / "tokenizer.json").write_text(definition, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
 
 

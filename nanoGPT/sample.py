@@ -7,7 +7,6 @@
 While the text fits into the model's context, the keys and values of earlier tokens are cached.
 """
 
-import codecs
 import math
 import os
 import sys
@@ -27,7 +26,7 @@ from nanoGPT.job.command_line import command_line
 from nanoGPT.job.program import report_errors
 from nanoGPT.model import GPT, KVCache, ModelConfig, make_shape
 from nanoGPT.prepare.meta import TokenizerIdentity
-from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer
+from nanoGPT.prepare.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
 
 
@@ -160,14 +159,6 @@ def read_start(start: str | None, tokenizer: Tokenizer) -> str:
         raise ConfigError(f"--start={start} cannot be read ({error}): give a UTF-8 text file") from None
 
 
-def decode_next(tokenizer: Tokenizer, ids: list[int], decoder: codecs.IncrementalDecoder) -> str:
-    """Return the text of the next ids. A character whose bytes span multiple tokens is returned with its last token."""
-    if isinstance(tokenizer, CharTokenizer):
-        return tokenizer.decode(ids)
-    assert isinstance(tokenizer, Gpt2Tokenizer)
-    return decoder.decode(b"".join(tokenizer.bpe.decode_single_token_bytes(i) for i in ids))
-
-
 def validate(config: SampleConfig) -> None:
     """Check the values of a configuration.
 
@@ -244,12 +235,12 @@ def main(config: SampleConfig) -> None:
         raise ConfigError("--start is empty: give at least one character")
     torch.manual_seed(config.seed)
     for _ in range(config.num_samples):
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(decode_next(tokenizer, prompt, decoder), end="", flush=True)
+        decode = tokenizer.start_decoding()
+        print(decode(prompt), end="", flush=True)
         idx = torch.tensor([prompt], device=device)
         tokens = generate(model, idx, config.max_new_tokens, config.temperature, config.top_k, vocab_size)
         for token in tokens:
-            print(decode_next(tokenizer, [int(token)], decoder), end="", flush=True)
+            print(decode([int(token)]), end="", flush=True)
         print("\n" + "-" * 20, flush=True)
 
 

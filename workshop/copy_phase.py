@@ -29,7 +29,8 @@ MAX_DATASET_BYTES = 64 << 20
 IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/data/*/*.bin", "nanoGPT/data/*/meta.*"]
 IGNORED.append("nanoGPT/data/.downloads/")
 PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; the modules that they import are copied too
-TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.checkpoint.verify", "nanoGPT.prepare.text"]
+TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.checkpoint.verify"]
+TOOLS += ["nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
 LESSONS = {
     "nanoGPT": "`nanoGPT/distributed/ddp.py` averages the gradients with DDP.",
@@ -42,6 +43,7 @@ TRAIN = r"make (?:baseline|phase\d)(?: GPUS=(?P<ranks>\d+))?(?: CONFIG=(?P<confi
 SENTENCES = {
     "`make data DATASET={quote(name)}`": "`python -m nanoGPT.data.{name}.prepare`",
     "make data DATASET={quote(folder.name)}": "python -m nanoGPT.data.{folder.name}.prepare",
+    "`make data INPUT=FILE`": "`python -m nanoGPT.prepare.own_text --input=FILE`",
     "`make data`": "`python -m nanoGPT.data.shakespeare.prepare`",
     'make baseline DEVICE=cpu ARGS="--decay_lr=False --log_interval=1"': "train.py --decay_lr=False --log_interval=1",
     "\nIMPLEMENTATION.md lists what `train.py` adds.": "",

@@ -18,7 +18,13 @@ from nanoGPT.checkpoint.training_state import LazyTensors, are_tied, shapes_of
 from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause
 from nanoGPT.files import is_present, list_directory, read_document
 from nanoGPT.model import MODULES, GPTConfig, ModelConfig, find_architecture
-from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, make_char_identity, make_gpt2_identity
+from nanoGPT.prepare.meta import (
+    GPT2_VOCAB,
+    TokenizerIdentity,
+    make_char_identity,
+    make_gpt2_identity,
+    make_json_identity,
+)
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
 GPT2_TOKENS_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # of its tokens, one per line
@@ -167,27 +173,28 @@ def read_hf_tokenizer(folder: Path) -> TokenizerIdentity | None:
     A tokenizer with further tokens after GPT-2's 50257 counts as GPT-2's.
 
     Raises:
-        ConfigError: it is another tokenizer than GPT-2's and those of single characters.
+        ConfigError: there is no tokenizer.json, and vocab.json is not GPT-2's.
         ValueError, KeyError, TypeError, AttributeError: the file is not a tokenizer.
     """
+    definition = None
     if is_present(folder / "tokenizer.json"):
-        model = json.loads(read_document(folder / "tokenizer.json"))["model"]
+        definition = read_document(folder / "tokenizer.json")
+        model = json.loads(definition)["model"]
         vocab, has_merges = model["vocab"], bool(model.get("merges"))
     elif is_present(folder / "vocab.json"):
         vocab, has_merges = json.loads(read_document(folder / "vocab.json")), is_present(folder / "merges.txt")
     else:
         return None
-    token_of = {i: token for token, i in vocab.items()}
-    tokens = [token_of[i] for i in range(len(vocab))]
+    token_of = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else {}
+    tokens = [token_of.get(i, "") for i in range(len(token_of))]
     content = "\n".join(tokens[:GPT2_VOCAB]).encode("utf-8", "replace")
     if has_merges and hashlib.sha256(content).hexdigest() == GPT2_TOKENS_SHA256:
         return make_gpt2_identity()
-    if not has_merges and all(len(token) == 1 for token in tokens):
+    if tokens and not has_merges and all(len(token) == 1 for token in tokens):
         return make_char_identity("".join(tokens))
-    raise ConfigError(
-        f"{folder} has a tokenizer of {len(tokens):,} tokens that is neither GPT-2's nor one of single characters: use "
-        "a model with one of these"
-    )
+    if definition is None:
+        raise ConfigError(f"{folder} has a vocab.json that is not GPT-2's: save its tokenizer as a tokenizer.json")
+    return make_json_identity(definition)
 
 
 def open_hf_weights(folder: Path, model: str) -> LazyTensors:

@@ -1,6 +1,7 @@
 """The `meta.json` of a prepared dataset: its files of token ids, and the identity of their tokenizer."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -12,12 +13,16 @@ GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 
 class TokenizerIdentity(TypedDict):
-    """The tokenizer that created the token ids. Only a character tokenizer has `characters`."""
+    """The tokenizer that created the token ids.
 
-    name: Literal["char", "gpt2"]
+    A character tokenizer has `characters`, and one of Hugging Face the content of its tokenizer.json as `definition`.
+    """
+
+    name: Literal["char", "gpt2", "tokenizers"]
     vocab_size: Size
     sha256: Sha256
     characters: NotRequired[str]
+    definition: NotRequired[str]
 
 
 def make_gpt2_identity() -> TokenizerIdentity:
@@ -31,9 +36,29 @@ def make_char_identity(characters: str) -> TokenizerIdentity:
     return {"name": "char", "vocab_size": len(characters), "sha256": sha256, "characters": characters}
 
 
+def make_json_identity(definition: str) -> TokenizerIdentity:
+    """Return the identity of a tokenizer of Hugging Face, from the content of its tokenizer.json.
+
+    The hash is that of the parts that determine the token ids. Programs write the same tokenizer in different ways.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is no tokenizer.
+    """
+    content = json.loads(definition)
+    model = content["model"]
+    vocab = model["vocab"]  # a list in Unigram models
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+    ids += [token["id"] for token in content.get("added_tokens") or []]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []]
+    parts = [model.get("type"), vocab, merges, content.get("normalizer"), content.get("pre_tokenizer"), ids]
+    sha256 = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return {"name": "tokenizers", "vocab_size": max(ids) + 1, "sha256": sha256, "definition": definition}
+
+
 def describe_tokenizer(identity: TokenizerIdentity) -> str:
     """Return a short description for messages."""
-    return f"{identity['vocab_size']:,} " + ("characters" if identity["name"] == "char" else "tokens of GPT-2")
+    kinds = {"char": "characters", "gpt2": "tokens of GPT-2", "tokenizers": "tokens of a tokenizer.json"}
+    return f"{identity['vocab_size']:,} {kinds[identity['name']]}"
 
 
 class TokenFile(TypedDict):
@@ -71,6 +96,8 @@ def read_dataset_meta(folder: Path) -> DatasetMeta:
     meta = read_json(folder / "meta.json", DatasetMeta)
     if meta["tokenizer"]["name"] == "char" and "characters" not in meta["tokenizer"]:
         raise SchemaError("the tokenizer's characters are missing")
+    if meta["tokenizer"]["name"] == "tokenizers" and "definition" not in meta["tokenizer"]:
+        raise SchemaError("the tokenizer's definition is missing")
     if meta["dtype"] == "uint16" and meta["tokenizer"]["vocab_size"] > 1 << 16:
         raise SchemaError("ids of this vocab_size do not fit into uint16")
     return meta

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from tqdm import tqdm
@@ -23,9 +23,18 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
 from nanoGPT.job.schema import Count, SchemaError, read_json
 from nanoGPT.prepare.corpus import Corpus, open_documents, read_batches
-from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta, write_tokens
+from nanoGPT.prepare.directory import (
+    META,
+    PROGRESS,
+    choose_token_dtype,
+    dataset_lock,
+    is_complete,
+    read_meta,
+    write_meta,
+    write_tokens,
+)
 from nanoGPT.prepare.download import install_gpt2_vocabulary
-from nanoGPT.prepare.meta import TokenFile, make_gpt2_identity
+from nanoGPT.prepare.meta import GPT2_VOCAB, TokenFile, make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 
 SHARD_TOKENS = 100_000_000
@@ -47,15 +56,27 @@ class ProgressFields(TypedDict):
     source: dict[str, Any]
     splits: PartialSplits
     document: Count
+    written_of_document: NotRequired[Count]
 
 
 @dataclass
 class StreamProgress:
-    """The content of progress.json: the complete shards, and the document with which the next one begins."""
+    """The content of progress.json: the complete shards, and the document with which the next one begins.
 
-    source: dict[str, Any]  # the corpus's identity, shard_tokens and max_tokens, as in meta.json
+    Attributes:
+        source: the corpus's identity, shard_tokens and max_tokens, as in meta.json.
+        written_of_document: the tokens of the document that are in the shards before it.
+    """
+
+    source: dict[str, Any]
     splits: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"train": [], "val": []})
     document: int = 0
+    written_of_document: int = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the token ids in the files."""
+        return np.dtype(choose_token_dtype(self.source.get("vocab_size", GPT2_VOCAB))).newbyteorder("<")
 
     @property
     def files(self) -> list[dict[str, Any]]:
@@ -69,24 +90,25 @@ class StreamProgress:
     @property
     def next_size(self) -> float:
         """The number of tokens after which the next shard ends."""
-        size = self.source["shard_tokens"] if self.splits["val"] else min(self.source["shard_tokens"], VAL_TOKENS)
-        return min(size, self.tokens_left)
+        val_tokens = self.source.get("val_tokens", min(self.source["shard_tokens"], VAL_TOKENS))
+        return min(self.source["shard_tokens"] if self.splits["val"] else val_tokens, self.tokens_left)
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / PROGRESS, json.dumps(dataclasses.asdict(self)).encode())
 
-    def write_shard(self, folder: Path, content: bytearray, document: int) -> None:
+    def write_shard(self, folder: Path, content: bytearray, document: int, written: int = 0) -> None:
         """Write the next shard, and then the progress.
 
         Args:
             folder: directory of the dataset.
             content: the tokens, as bytes.
             document: the document with which the shard after this one begins.
+            written: the tokens of that document that are in this shard.
         """
-        ids = np.frombuffer(content, DTYPE)[: int(min(self.tokens_left, len(content)))]
+        ids = np.frombuffer(content, self.dtype)[: int(min(self.tokens_left, len(content)))]
         split = "train" if self.splits["val"] else "val"
         self.splits[split].append(write_tokens(folder, f"{split}_{len(self.files):06d}.bin", ids))
-        self.document = document
+        self.document, self.written_of_document = document, written
         self.save(folder)
 
 
@@ -102,7 +124,7 @@ def load_progress(folder: Path, source: dict[str, Any]) -> StreamProgress:
         if progress.source != source:
             raise SchemaError("it belongs to a different source or different flags")
         for file in progress.files:
-            if size_of(folder / file["name"]) != file["tokens"] * DTYPE.itemsize:
+            if size_of(folder / file["name"]) != file["tokens"] * progress.dtype.itemsize:
                 raise SchemaError(f"{file['name']} does not have {file['tokens']:,} tokens")
         return progress
     except ABSENT:

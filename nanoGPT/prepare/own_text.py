@@ -1,0 +1,296 @@
+"""Prepare your own text: a .txt, .jsonl or .parquet file, or a directory of them.
+
+    python -m nanoGPT.prepare.own_text --input=my.txt                   # the dataset my
+    python -m nanoGPT.prepare.own_text --input=folder --name=web --tokenizer=gpt2 --field=body
+    python -m nanoGPT.prepare.own_text --input=folder --tokenizer=path/to/tokenizer.json    # of Hugging Face
+
+A .txt file is one document. A line of a .jsonl file and a row of a .parquet file are documents too: their text is in
+the field `text`. Lines without a text are skipped, counted and named. The first tenth of the tokens, at most 4 million,
+is the val split.
+
+The text is read twice, in pieces. First its characters are counted, then its tokens are written. After an interruption,
+the same command continues after the last complete file, and the files become those of an uninterrupted run.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import DATA, is_present, size_of
+from nanoGPT.job.command_line import command_line
+from nanoGPT.job.program import report_errors
+from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta
+from nanoGPT.prepare.download import install_gpt2_vocabulary
+from nanoGPT.prepare.meta import TokenizerIdentity, make_char_identity, make_gpt2_identity, make_json_identity
+from nanoGPT.prepare.streaming import SHARD_TOKENS, VAL_TOKENS, StreamProgress, load_progress
+from nanoGPT.prepare.tokenizer import Tokenizer, load_tokenizer
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+PIECE = 1 << 20  # characters of a text that are read at a time
+LONGEST_LINE = 16 * PIECE  # a text without line starts is divided there too, where tokens may then be others
+LINE_START = re.compile(r"(?<=\S\n)(?=\S)")  # no token of GPT-2 crosses the start of such a line
+MAX_CHAR_TEXT = 20_000_000  # characters; a longer text is not tokenized by characters, unless --tokenizer says so
+NAMED_LINES = 5  # that are skipped; the others are only counted
+
+Piece = tuple[str, bool]  # a part of a document, and whether it is the first one
+
+
+@dataclass
+class OwnText:
+    """The documents of one or more files.
+
+    Args:
+        path: a file or a directory.
+        column: the field of .jsonl and .parquet files that contains the text.
+
+    Attributes:
+        skipped: the number of lines without a text, as of the last pass over the text.
+    """
+
+    path: Path
+    column: str = "text"
+    skipped: int = 0
+    files: list[Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        files = [self.path] if self.path.is_file() else sorted(self.path.rglob("*")) if self.path.is_dir() else []
+        self.files = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
+        if not self.files:
+            raise ConfigError(
+                f"--input={self.path} is no .txt, .jsonl or .parquet file, and has none: give one of these"
+            )
+
+    def pieces(self, shows_skipped: bool = False) -> Iterator[Piece]:
+        """Yield all documents in pieces, in the order of the names of their files.
+
+        Args:
+            shows_skipped: print the lines that are skipped.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        self.skipped = 0
+        readers = {".txt": self._read_text, ".jsonl": self._read_lines, ".parquet": self._read_rows}
+        for file in self.files:
+            try:
+                for piece in readers[file.suffix](file):
+                    if isinstance(piece, str):
+                        self.skipped += 1
+                        if shows_skipped and self.skipped <= NAMED_LINES:
+                            print(f"skipped {file}, {piece}")
+                    elif piece[0]:
+                        yield piece
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{file} cannot be read ({error}): correct it, or remove it") from None
+
+    def _read_text(self, file: Path) -> Iterator[Piece]:
+        rest, is_first = "", True
+        with open(file, encoding="utf-8-sig") as stream:  # without a byte order mark, and with \n for every line end
+            while block := stream.read(PIECE):
+                rest += block
+                ends = [match.start() for match in LINE_START.finditer(rest)]
+                if len(rest) > LONGEST_LINE and not ends:
+                    ends = [len(rest)]
+                if ends:
+                    yield rest[: ends[-1]], is_first
+                    rest, is_first = rest[ends[-1] :], False
+        yield rest, is_first
+
+    def _read_lines(self, file: Path) -> Iterator[Piece | str]:
+        with open(file, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                line = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
+                if not line:
+                    continue
+                try:
+                    text = json.loads(line)[self.column]
+                except (ValueError, RecursionError) as error:
+                    yield f"line {number}: it is not JSON ({str(error)[:80]})"
+                    continue
+                except (KeyError, TypeError, IndexError):
+                    text = None
+                yield (normalize(text), True) if isinstance(text, str) else f"line {number}: no text in `{self.column}`"
+
+    def _read_rows(self, file: Path) -> Iterator[Piece | str]:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise ConfigError("parquet files need the extra `web`: run `.venv/bin/pip install -e '.[web]'`") from None
+        try:
+            number = itertools.count(1)
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(64, columns=[self.column]):
+                for text in batch.column(0).to_pylist():
+                    row = next(number)
+                    is_text = isinstance(text, str)
+                    yield (normalize(text), True) if is_text else f"row {row}: no text in `{self.column}`"
+        except (pyarrow.ArrowException, IndexError) as error:
+            raise ConfigError(
+                f"{file} has no readable column `{self.column}` ({str(error)[:200]}): correct it or --field"
+            ) from None
+
+
+def normalize(text: str) -> str:
+    r"""Return a text with \n for every line end, without half of surrogate pairs, which have no encoding."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").encode("utf-8", "replace").decode()
+
+
+def show_progress(pieces: Iterator[Piece], label: str) -> Iterator[Piece]:
+    """Yield the pieces, and show how many characters have been read if standard error is a terminal."""
+    with tqdm(desc=label, unit=" characters", unit_scale=True, disable=None) as bar:
+        for piece in pieces:
+            yield piece
+            bar.update(len(piece[0]))
+
+
+def choose_tokenizer(tokenizer: str | None, characters: set[str], length: int) -> TokenizerIdentity:
+    """Return the identity of a tokenizer.
+
+    Args:
+        tokenizer: char, gpt2, or the path of a tokenizer.json; None: char for a short text, else gpt2.
+        characters: that occur in the text.
+        length: of the text, in characters.
+
+    Raises:
+        ConfigError: it is no tokenizer.
+    """
+    if tokenizer is None:
+        tokenizer = "char" if length <= MAX_CHAR_TEXT else "gpt2"
+        print(f"--tokenizer={tokenizer} is the default for {length:,} characters: char, gpt2 or a tokenizer.json")
+    if tokenizer == "char":
+        return make_char_identity("".join(sorted({*characters, "\n"})))
+    if tokenizer == "gpt2":
+        install_gpt2_vocabulary()
+        return make_gpt2_identity()
+    try:
+        return make_json_identity(Path(tokenizer).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--tokenizer={tokenizer} is neither char, nor gpt2, nor a tokenizer.json of Hugging Face ({error}): use "
+            "one of these"
+        ) from None
+
+
+def find_separator(tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids between two documents: end-of-text, or a line end if the tokenizer has no such token."""
+    return [tokenizer.end_of_text] if tokenizer.end_of_text is not None else tokenizer.encode("\n")
+
+
+def encode_pieces(pieces: Iterator[Piece], tokenizer: Tokenizer, first: int) -> Iterator[list[int]]:
+    """Yield the token ids of all pieces from number `first` on, with a separator before each document but the first."""
+    separator = find_separator(tokenizer)
+    for number, (text, starts_document) in enumerate(pieces):
+        if number >= first:
+            yield (separator if starts_document and number else []) + tokenizer.encode(text)
+
+
+def write_files(folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, progress: StreamProgress) -> None:
+    """Write the token ids of all pieces from `progress` on. Each file has exactly as many as it should have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
+        stale.unlink(missing_ok=True)
+    content, skip, piece = bytearray(), progress.written_of_document, progress.document
+    for ids in encode_pieces(pieces, tokenizer, progress.document):
+        content += np.array(ids[skip:], progress.dtype).tobytes()
+        written = len(ids)  # of this piece, when all of it is in the content
+        while len(content) >= (size := int(progress.next_size) * progress.dtype.itemsize):
+            left = (len(content) - size) // progress.dtype.itemsize
+            progress.write_shard(folder, content[:size], piece, written - left)
+            content = content[size:]
+        skip, piece = 0, piece + 1
+    if content:
+        progress.write_shard(folder, content, piece)
+
+
+def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, shard_tokens: int = SHARD_TOKENS) -> str:
+    """Prepare a dataset, unless it is already prepared, and return its name.
+
+    Args:
+        text: the documents.
+        name: of the dataset; None: that of the file or directory.
+        tokenizer: see `choose_tokenizer`.
+        shard_tokens: tokens per file.
+
+    Raises:
+        ConfigError: the text or the tokenizer cannot be used, or a dataset of this name has another source.
+    """
+    name = name or re.sub(r"[^\w.-]+", "_", text.path.resolve().stem).strip("._") or "text"
+    folder = DATA / name
+    if not re.fullmatch(r"\w[\w.-]*", name) or is_present(folder / "prepare.py"):
+        raise ConfigError(
+            f"--name={name} is taken, or has characters other than letters, digits, _, . and -: choose another"
+        )
+    digest, characters, length = hashlib.sha256(), set[str](), 0
+    for piece, starts_document in show_progress(text.pieces(shows_skipped=True), "counting characters"):
+        digest.update(b"\0" * starts_document + piece.encode())
+        characters |= set(piece)
+        length += len(piece)
+    if text.skipped:
+        print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
+    if length < 100:
+        raise ConfigError(f"--input={text.path} has {length} characters of text: use at least 100, or correct --field")
+    identity = choose_tokenizer(tokenizer, characters, length)
+    loaded = load_tokenizer(identity)
+    sample = next(piece for piece, _ in text.pieces())[:100_000]
+    tokens = length * len(loaded.encode(sample)) // len(sample)  # about as many
+    source = {
+        "text_sha256": digest.hexdigest(),
+        "files": [{"name": file.name, "bytes": size_of(file)} for file in text.files[:1000]],
+        "tokenizer": identity["sha256"],
+        "shard_tokens": shard_tokens,
+        "max_tokens": None,
+        "val_tokens": max(1, min(VAL_TOKENS, tokens // 10)),
+        "vocab_size": identity["vocab_size"],
+    }
+    if not is_prepared(folder, source, text.path):
+        with dataset_lock(folder):
+            if not is_prepared(folder, source, text.path):  # another process may have prepared it meanwhile
+                progress = load_progress(folder, source)
+                write_files(folder, show_progress(text.pieces(), "writing tokens"), loaded, progress)
+                write_meta(folder, source, identity, progress.splits)
+    (folder / PROGRESS).unlink(missing_ok=True)
+    return name
+
+
+def is_prepared(folder: Path, source: dict[str, Any], path: Path) -> bool:
+    """Return whether a directory has the complete dataset of a source.
+
+    Raises:
+        ConfigError: it has another dataset, which is not overwritten.
+    """
+    meta = read_meta(folder)
+    if meta and meta.get("source") != source:
+        raise ConfigError(
+            f"{folder} has a dataset of another text or tokenizer than --input={path}: choose another --name, or run "
+            f"`rm -r {quote(str(folder))}` to replace that dataset"
+        )
+    return meta is not None and is_complete(folder, meta)
+
+
+def main(input: Path, name: str | None = None, tokenizer: str | None = None, field: str = "text") -> None:
+    """Prepare your own text.
+
+    Args:
+        input: a .txt, .jsonl or .parquet file, or a directory of them.
+        name: of the dataset; None: that of the file or directory.
+        tokenizer: char, gpt2 or the path of a tokenizer.json; None: char for a short text, else gpt2.
+        field: of .jsonl and .parquet files, with the text.
+    """
+    name = prepare_own_text(OwnText(input, field), name, tokenizer)
+    print(f"{name} is prepared: train on it with --dataset={name}")
+
+
+if __name__ == "__main__":
+    with report_errors():
+        command_line(main, sys.argv[1:])

@@ -1,0 +1,263 @@
+"""A user's own text: every format with its defects, every tokenizer, interruptions, and what is refused."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoGPT import export, sample
+from nanoGPT.checkpoint.hugging_face import read_hf_tokenizer
+from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.errors import ConfigError
+from nanoGPT.prepare import own_text, streaming
+from nanoGPT.prepare.meta import make_json_identity
+from nanoGPT.prepare.own_text import OwnText, prepare_own_text
+from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
+from tests.helpers.datasets import prepare_twice_at_once
+from tests.helpers.programs import DEADLINE
+from tests.helpers.training import tiny, train
+from workshop.ranks import losses
+
+POEM = "a rose is a rose is a rose, said the naïve poet\n" * 50
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let datasets be written into a new directory, which is returned."""
+    (folder := tmp_path / "data").mkdir()
+    monkeypatch.setattr(own_text, "DATA", folder)
+    return folder
+
+
+def read_text(folder: Path) -> str:
+    """Return the text of a dataset: its val split, then its train split."""
+    data = TokenData(str(folder), 4, 1, 1)
+    tokenizer, meta = load_tokenizer(data.tokenizer), data.datasets[0].meta
+    dtype = {"uint16": "H", "uint32": "I"}[meta["dtype"]]
+    files = [*meta["splits"]["val"], *meta["splits"]["train"]]
+    ids = [i for file in files for i in memoryview((folder / file["name"]).read_bytes()).cast(dtype)]
+    return tokenizer.decode(ids)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return path
+
+
+def test_every_format_and_its_defects(tmp_path, data, capsys):
+    """A directory of .txt, .jsonl and .parquet files is one dataset, in the order of the paths. Byte order marks, line
+    ends of Windows, empty lines, and lines without a text change nothing else. The lines are named and counted."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "a folder, 'quoted'"
+    bad = [b"", b"{broken", {"a": 1}, [1], "x", {"text": None}, b"\xff", {"text": "half \ud800"}]
+    write(folder / "1.jsonl", b"\xef\xbb\xbf" + json.dumps({"text": "One\r\ntwo."}).encode() + b"\r", *bad)
+    (folder / "2 ž.txt").write_bytes("\ufeffŘeka\r\nteče\rdolů.".encode() * 10)
+    (folder / "notes.md").write_text("ignored")
+    (folder / "sub").mkdir()
+    parquet.write_table(pyarrow.table({"text": ["row", None, ""], "url": ["x"] * 3}), folder / "sub" / "3.parquet")
+    name = prepare_own_text(OwnText(folder), None, "char")
+    assert name == "a_folder_quoted_" or re.fullmatch(r"\w[\w.-]*", name), name
+    river = "Řeka\nteče\ndolů."
+    expected = f"One\ntwo.\nhalf ?\n{river}" + f"\ufeff{river}" * 9 + "\nrow"
+    assert read_text(data / name) == expected
+    output = capsys.readouterr().out
+    assert "1.jsonl, line 3: it is not JSON" in output and "line 4: no text in `text`" in output
+    assert "skipped 7 lines or rows without a text in `text`" in output
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+def test_a_text_is_encoded_in_pieces(tokenizer, tmp_path, data, monkeypatch):
+    """In small pieces and small files, a text has the token ids of the full text, for any line breaks. A tenth is the
+    val split."""
+    monkeypatch.setattr(own_text, "PIECE", 7)
+    generator = random.Random(1)
+    words = ["a", "Don't", " the", "\n", "\n\n", " \n", "\t", "7", "!?", "é书"]
+    text = "".join(generator.choices(words, k=3000))
+    (tmp_path / "my.txt").write_text(text)
+    assert len(list(OwnText(tmp_path / "my.txt").pieces())) > 50
+    prepare_own_text(OwnText(tmp_path / "my.txt"), "x", tokenizer, shard_tokens=500)
+    encode = Gpt2Tokenizer().encode if tokenizer == "gpt2" else CharTokenizer("".join(sorted({*text}))).encode
+    meta = TokenData(str(data / "x"), 4, 1, 1).datasets[0].meta
+    ids = [
+        i
+        for file in [*meta["splits"]["val"], *meta["splits"]["train"]]
+        for i in memoryview((data / "x" / file["name"]).read_bytes()).cast("H")
+    ]
+    assert ids == encode(text)
+    sizes = [file["tokens"] for file in meta["splits"]["train"]]
+    assert sizes[:-1] == [500] * (len(sizes) - 1) and abs(meta["splits"]["val"][0]["tokens"] / len(ids) - 0.1) < 0.03
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_an_interrupted_preparation_continues(number, tmp_path, data, monkeypatch):
+    """After a kill between two files, the same command keeps the complete files, and the dataset has the files of an
+    uninterrupted preparation. Until then it has no meta.json."""
+    source = write(tmp_path / "my.jsonl", *({"text": f"{i} {POEM[: 7 * i]}"} for i in range(200)))
+    prepare_own_text(OwnText(source), "whole", "char", shard_tokens=9000)
+    real_write, written = streaming.write_tokens, []
+
+    def fail(folder, name, ids):
+        if len(written) == number:
+            raise KeyboardInterrupt
+        written.append(name)
+        return real_write(folder, name, ids)
+
+    monkeypatch.setattr(streaming, "write_tokens", fail)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_own_text(OwnText(source), "cut", "char", shard_tokens=9000)
+    assert not (data / "cut" / "meta.json").exists()
+    monkeypatch.setattr(streaming, "write_tokens", lambda *args: written.append(args[1]) or real_write(*args))
+    prepare_own_text(OwnText(source), "cut", "char", shard_tokens=9000)
+    assert len(written) == len({*written}) > 4, "no file is written twice"
+    assert read_files(data / "cut") == read_files(data / "whole")
+
+
+def test_two_preparations_at_once_prepare_a_text_once(tmp_path, monkeypatch, capsys):
+    """If two processes prepare the same text, the second one waits for the first, and then finds it prepared."""
+    (tmp_path / "poem.txt").write_text(POEM)
+    has_started, may_continue, real_write, written = threading.Event(), threading.Event(), streaming.write_tokens, []
+
+    def slow_write(folder, name, ids):
+        written.append(name)
+        has_started.set()
+        assert may_continue.wait(DEADLINE)
+        return real_write(folder, name, ids)
+
+    monkeypatch.setattr(streaming, "write_tokens", slow_write)
+    prepare = lambda: prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char")  # noqa: E731
+    prepare_twice_at_once(prepare, has_started, may_continue, monkeypatch)
+    assert len(written) == 2 and "poem: another process is preparing it; waiting" in capsys.readouterr().out
+
+
+def test_another_dataset_is_never_overwritten(tmp_path, data):
+    """A dataset of another text or tokenizer, and one with a prepare.py, are refused and stay as they are. The error
+    has the command that removes the dataset."""
+    (tmp_path / "poem.txt").write_text(POEM)
+    prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char")
+    before = read_files(data / "poem")
+    assert prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char") == "poem"
+    (tmp_path / "other.txt").write_text(POEM + "more")
+    for source, tokenizer in (("other.txt", "char"), ("poem.txt", "gpt2")):
+        with pytest.raises(ConfigError, match="has a dataset of another text or tokenizer") as caught:
+            prepare_own_text(OwnText(tmp_path / source), "poem", tokenizer)
+        assert read_files(data / "poem") == before
+    (command,) = re.findall("`(rm -r .*)`", str(caught.value))
+    subprocess.run(command, shell=True, check=True)
+    prepare_own_text(OwnText(tmp_path / "poem.txt"), "poem", "gpt2")
+    (data / "built_in").mkdir()
+    (data / "built_in" / "prepare.py").write_text("precious")
+    for name in ("built_in", "../x", ".hidden", "a:b"):
+        with pytest.raises(ConfigError, match=f"--name={re.escape(name)} is taken, or has characters"):
+            prepare_own_text(OwnText(tmp_path / "poem.txt"), name, "char")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "missing": (lambda folder: folder / "none.txt", "char", "is no .txt, .jsonl or .parquet file"),
+    "empty directory": (lambda folder: folder, "char", "is no .txt, .jsonl or .parquet file"),
+    "short": (lambda folder: write(folder / "a.txt", b"short"), "char", "has 5 characters of text: use at least 100"),
+    "field": (lambda folder: write(folder / "a.jsonl", {"body": POEM}), "char", "0 characters .* or correct --field"),
+    "encoding": (lambda folder: write(folder / "a.txt", b"\xff" * 200), "char", "a.txt cannot be read"),
+    "tokenizer": (lambda folder: write(folder / "a.txt", POEM.encode()), "char2", "is neither char, nor gpt2"),
+    "parquet": (lambda folder: write(folder / "a.parquet", b"x" * 200), "char", "has no readable column `text`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_unusable_text_is_refused(case, tmp_path, data):
+    """A text or a tokenizer that cannot be used is one sentence, and nothing is written."""
+    make, tokenizer, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words):
+        prepare_own_text(OwnText(make(tmp_path / "data" / "in")), "x", tokenizer)
+    assert not (data / "x").exists()
+
+
+UNREADABLE: dict[tuple[str, str], Callable[[Path], object]] = {
+    ("meta.json", "does not describe a dataset .*line 1 column 2"): lambda path: path.write_text("{"),
+    ("meta.json", "does not describe a dataset .*not a regular file"): os.mkfifo,
+    ("meta.json", "cannot be read .*symbolic links"): lambda path: path.symlink_to(path.name),  # ELOOP
+}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+def test_an_unreadable_file_is_kept(damage, tmp_path, data, monkeypatch):
+    """A file that is damaged or raises an error of the file system is neither deleted nor replaced, because it may
+    belong to a valid dataset."""
+    monkeypatch.setattr("nanoGPT.files.RETRY_DELAYS", ())
+    (tmp_path / "poem.txt").write_text(POEM)
+    prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char")
+    (name, message), folder = damage, data / "poem"
+    (folder / name).unlink()
+    UNREADABLE[damage](folder / name)
+    before = {path.name: path.lstat().st_ino for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match=f"{name} {message}"):
+        prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char")
+    assert {path.name: path.lstat().st_ino for path in folder.iterdir()} == before
+
+
+def write_tokenizer(path: Path) -> Path:
+    """Train a tokenizer of 300 tokens, as Hugging Face's models have it, and write its tokenizer.json."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": 300, "special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator([POEM], tokenizers.trainers.BpeTrainer(**options))
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_of_hugging_face_is_part_of_the_data(tmp_path, data, capsys):
+    """A tokenizer.json prepares a text, and is in the dataset, the checkpoint, the sample and the export. Weights with
+    it are refused for other data."""
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    source = write(tmp_path / "my.jsonl", *({"text": POEM} for _ in range(4)))
+    prepare_own_text(OwnText(source), None, str(path))
+    assert read_text(data / "my").split("<|endoftext|>") == [POEM] * 4
+    out = tmp_path / "run"
+    config = tiny("nanoGPT", out, dataset=str(data / "my"), model="llama", max_iters=2, eval_iters=1)
+    train("nanoGPT", 1, config)
+    assert losses(out)
+    sample.main(sample.SampleConfig(out_dir=str(out), start="naïve ro", max_new_tokens=4, device="cpu"))
+    assert capsys.readouterr().out.splitlines()[-2].startswith("naïve ro")
+    export.main(str(out), str(tmp_path / "hf"))
+    assert read_hf_tokenizer(tmp_path / "hf") == make_json_identity(path.read_text())
+    (tmp_path / "poem.txt").write_text(POEM)
+    prepare_own_text(OwnText(tmp_path / "poem.txt"), "other", "char")
+    fields = {"dataset": str(data / "other"), "init_from": str(tmp_path / "hf"), "max_iters": 1}
+    with pytest.raises(Exception, match="has a different tokenizer .* tokens of a tokenizer.json"):
+        train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "x", **fields))
+
+
+def test_equal_tokenizers_have_equal_hashes(tmp_path):
+    """A tokenizer.json that was written by another program, with other spaces and other fields, is the same tokenizer.
+    Another merge is another tokenizer."""
+    text = write_tokenizer(tmp_path / "tokenizer.json").read_text()
+    content = json.loads(text)
+    same = json.dumps({**content, "truncation": None, "extra": 1})
+    assert make_json_identity(same)["sha256"] == make_json_identity(text)["sha256"]
+    content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]  # as older versions do
+    assert make_json_identity(json.dumps(content))["sha256"] == make_json_identity(text)["sha256"]
+    content["model"]["merges"].reverse()
+    assert make_json_identity(json.dumps(content))["sha256"] != make_json_identity(text)["sha256"]
+
+
+def test_batches_of_a_text_contain_its_lines(tmp_path, data):
+    """A batch of a prepared text decodes to a part of it."""
+    (tmp_path / "poem.txt").write_text(POEM)
+    batches = TokenData(str(data / prepare_own_text(OwnText(tmp_path / "poem.txt"), None, None)), 16, 4, 1)
+    x, _ = batches.batch("train", TRAIN, 0, 0)
+    assert load_tokenizer(batches.tokenizer).decode(x[0].tolist()) in POEM
