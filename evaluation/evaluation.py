@@ -19,11 +19,10 @@ from evaluation.scores import summarize
 from evaluation.settings import SolveConfig
 from evaluation.tasks import compute_digest
 from measure.memory_limits import host_limits
-from nanoGPT.distributed.environment import collect_versions
+from nanoGPT.distributed.environment import collect_versions, describe_hardware, read_git_commit, read_peak_memory
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.job.hardware import describe_hardware, read_git_commit, read_peak_memory
 
 CONTINUE = "run the same command again; it continues with the problems that are not finished"
 

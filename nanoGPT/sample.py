@@ -22,8 +22,7 @@ from nanoGPT.checkpoint.starting_point import is_run, read_weights
 from nanoGPT.checkpoint.training_state import load_weights, read_full_state
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPT, KVCache, ModelConfig, make_shape
 from nanoGPT.prepare.meta import TokenizerIdentity
 from nanoGPT.prepare.tokenizer import CharTokenizer, Tokenizer, load_tokenizer

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from nanoGPT.job.hardware import PEAK_FLOPS
+from nanoGPT.distributed.environment import PEAK_FLOPS
 from phase2_triton.kernels import attention, cross_entropy, layernorm
 from workshop.lessons.kernels import MemoryTraffic
 
@@ -85,7 +85,7 @@ assert round(operations_bytes / x.nbytes) == 10 and round(kernel_bytes / x.nbyte
 # (FLOPs) of its forward and backward pass. Every kernel file has such a function.
 #
 # How much time do these bytes take? This notebook uses NVIDIA's H100 SXM as its example GPU. Its numbers are
-# **published, not measured**. The rate for matrix products comes from `PEAK_FLOPS` in `nanoGPT/job/hardware.py`.
+# **published, not measured**. The rate for matrix products comes from `PEAK_FLOPS` in `nanoGPT/distributed/environment.py`.
 # The same data sheet lists a memory bandwidth of 3.35 TB/s, and 67 TFLOP/s for all other arithmetic in fp32.
 #
 # **Predict first:** take 16,384 tokens with 768 channels in bfloat16. How many microseconds does an H100 need to move

@@ -47,9 +47,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from measure.memory_limits import check_memory
 from nanoGPT.distributed.process_group import source_address
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.command_line import command_line
 from nanoGPT.job.parse import parse
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.train_config import TrainConfig
 from operate.launch import config_to_env, list_rank_processes, load_trainer, split_arguments

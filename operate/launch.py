@@ -36,11 +36,10 @@ from measure.memory_limits import check_memory
 from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
-from nanoGPT.job.command_line import command_line
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig

@@ -348,8 +348,7 @@ def main(
 
 
 if __name__ == "__main__":
-    from nanoGPT.job.command_line import command_line
-    from nanoGPT.job.program import report_errors
+    from nanoGPT.job.program import command_line, report_errors
 
     with report_errors():
         command_line(main, sys.argv[1:])

@@ -20,8 +20,7 @@ from pathlib import Path
 from bench.phases import ROOT, find_package
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from workshop.imports import find_modules, find_needed_modules
 
 TEMPLATES = Path(__file__).parent / "copied"

@@ -14,8 +14,7 @@ from markdown_it import MarkdownIt
 
 from bench.phases import PHASES
 from nanoGPT.files import write_atomically
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from workshop.diff import BASELINE, BLOCK, ROOT, TAG, find_hunks
 
 DEFAULT = ROOT / "out" / "diffs.html"

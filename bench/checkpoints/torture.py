@@ -20,8 +20,7 @@ from typing import Any
 from bench.checkpoints.fault_points import CPU, RANKS, Saver, kill_at_every_point, kill_ranks, load_and_save
 from bench.tables.records import write_result
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from operate.ranks import collect, run_on_ranks, start_ranks
 
 

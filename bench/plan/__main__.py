@@ -9,8 +9,7 @@ if __name__ == "__main__":  # start the fork server first: it imports torch whil
     multiprocessing.forkserver.ensure_running()
 
 from bench.plan.plan import PlanConfig, main
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 
 if __name__ == "__main__":
     with report_errors():

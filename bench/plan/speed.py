@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from measure.tracker import tensors_in
 from nanoGPT.costs import ring_bytes
-from nanoGPT.job.hardware import PEAK_FLOPS
+from nanoGPT.distributed.environment import PEAK_FLOPS
 from phase2_triton.kernels import attention, linear_cross_entropy
 from phase3_fsdp import muon
 

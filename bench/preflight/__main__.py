@@ -26,8 +26,7 @@ from bench.phases import PHASES
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from bench.preflight import node
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 from operate.launch import read_checked_config, run_one_rank, run_ranks, split_arguments, start_watchdog

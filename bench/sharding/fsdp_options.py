@@ -22,8 +22,7 @@ import torch
 
 from bench.matrix.cells import make_config, run_cell
 from bench.tables.records import write_result
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.train_config import TrainConfig
 
 Row = dict[str, Any]

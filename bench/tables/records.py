@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from nanoGPT.distributed.environment import collect_versions
+from nanoGPT.distributed.environment import collect_versions, describe_hardware, read_git_commit
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.hardware import describe_hardware, read_git_commit
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FORMAT = 1  # version of the result file format; a file without the key has format 1

@@ -11,8 +11,7 @@ from pathlib import Path
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import is_present
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 
 
 def main(out_dir: str) -> None:

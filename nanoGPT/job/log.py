@@ -20,11 +20,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoGPT.distributed.environment import collect_versions
-from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
-from nanoGPT.files import write_atomically
-from nanoGPT.job.hardware import (
+from nanoGPT.distributed.environment import (
+    collect_versions,
     describe_hardware,
     find_peak_flops,
     read_environment,
@@ -32,6 +29,9 @@ from nanoGPT.job.hardware import (
     read_gpu_driver,
     read_peak_memory,
 )
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import write_atomically
 from nanoGPT.model import ModelConfig
 from nanoGPT.observers import Observer
 from nanoGPT.train_config import TrainConfig
@@ -95,7 +95,7 @@ class Log(Observer):
         super().__init__(config)
         self.run, self.out_dir, self.model_args = run, Path(config.out_dir), model_args
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-        self.peak_flops = find_peak_flops(run)
+        self.peak_flops = find_peak_flops(run.device, run.dtype)
         self.first_step = self.next_step = first_step
         self.clock, self.step_seconds, self.is_timed = time.perf_counter(), 0.0, False
         self.tokens_before = run.call_on_rank0(self._open_files)

@@ -20,7 +20,7 @@ from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manif
 from nanoGPT.checkpoint.starting_point import find_model_name, read_weights, shape_fields
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
-from nanoGPT.job.command_line import command_line, expand_home, join_flag_values
+from nanoGPT.job.program import command_line, expand_home, join_flag_values
 from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import make_shape
 from nanoGPT.observers import add_flags, find_default_observers

@@ -1,16 +1,121 @@
-"""Output streams that never stop a run, and error reports of programs.
+"""What every program needs: a command line of the form `--name=value`, unbreakable output, and errors in one sentence.
 
 Printing can fail: a terminal is closed, `| head` exits, or the disk of a log file is full. A training run continues in
 each of these cases, and output that cannot be printed is dropped.
 """
 
 import contextlib
+import dataclasses
+import inspect
 import io
+import os
 import sys
+import types
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any, get_args, get_origin, get_type_hints
 
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, did_you_mean
+
+
+def command_line(target: Any, arguments: list[str], source: str = "", default: Any = None) -> Any:
+    """Parse a command line, and create a dataclass or call a function with the values.
+
+    Args:
+        target: the dataclass or the function. Its parameters are the flags.
+        arguments: the command line without the program's name. `--flag` without a value sets a bool to True.
+        source: text to put before an error message, such as the name of a config file.
+        default: an object of the dataclass whose values apply where the command line has none.
+
+    Raises:
+        ConfigError: a flag is unknown or missing, or a value has the wrong type.
+        SystemExit: with code 0 for `--help`.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print_help(target, default)
+    try:
+        values = read_values(target, arguments)
+        for parameter in inspect.signature(target).parameters.values():
+            if default is None and parameter.default is parameter.empty and parameter.name not in values:
+                raise ConfigError(f"--{parameter.name} is missing: add --{parameter.name}=VALUE; --help describes it")
+    except ConfigError as error:
+        raise ConfigError(source + str(error)) from None
+    return target(**values) if default is None else dataclasses.replace(default, **values)
+
+
+def print_help(target: Any, default: Any) -> None:
+    """Print the flags of a dataclass or a function, with their docstrings, and exit with code 0."""
+    import tyro  # here, because it is slow, and because a GPU machine without it can still run the programs
+
+    options = {} if default is None else {"default": default}
+    tyro.cli(target, args=["--help"], config=(tyro.conf.FlagConversionOff,), use_underscores=True, **options)
+
+
+def read_values(target: Any, arguments: list[str]) -> dict[str, Any]:
+    """Return the values of the flags by name. A flag of a tuple may occur several times; of others, the last counts.
+
+    Raises:
+        ConfigError: a flag is unknown or has no value, or the value has the wrong type.
+    """
+    hints, values = get_type_hints(target), dict[str, Any]()
+    names = [*inspect.signature(target).parameters]
+    for argument in join_flag_values(arguments):
+        flag, equals, text = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{argument} is not a flag: write --name=value; --help lists all flags")
+        if name not in names:
+            advice = did_you_mean(f"--{name}", [f"--{each}" for each in names]) or "; --help lists all flags"
+            raise ConfigError(f"unknown flag {flag}{advice}")
+        if not equals and hints[name] is not bool:
+            raise ConfigError(f"--{name} needs a value: write --{name}=VALUE")
+        is_repeated = get_origin(hints[name]) is tuple
+        value = read_value(name, expand_home(name, text) if equals else "True", hints[name])
+        values[name] = (*values.get(name, ()), *value) if is_repeated else value
+    return values
+
+
+def read_value(name: str, text: str, kind: Any) -> Any:
+    """Return the value of a flag as its type: msgspec reads integers such as 1e6, bools, Literals and unions.
+
+    Raises:
+        ConfigError: the text has another type.
+    """
+    if text == "None" and types.NoneType in get_args(kind):
+        return None
+    import msgspec  # here, because a GPU machine without it can still run the kernels
+
+    values = (text,) if get_origin(kind) is tuple else text
+    try:
+        return msgspec.convert(values, kind, strict=False, dec_hook=lambda path, value: path(value))
+    except msgspec.ValidationError:
+        valid_types = inspect.formatannotation(kind).replace("typing.", "").replace("pathlib.", "")
+        raise ConfigError(f"--{name}={text} is invalid: use {valid_types}") from None
+
+
+def expand_home(name: str, text: str) -> str:
+    """Return the value of a flag with the home directory in place of `~`, which no shell expands after `=`.
+
+    The value may be a list of paths, such as a mixture of datasets, or `FILE:` with a path. A prompt does not change.
+    """
+    prefix = "FILE:" if text.startswith("FILE:") else ""
+    if name == "start" and not prefix:
+        return text
+    return prefix + ",".join(map(os.path.expanduser, text.removeprefix(prefix).split(",")))
+
+
+def join_flag_values(arguments: list[str]) -> list[str]:
+    """Return the command line with every `--key value` written as `--key=value`."""
+    joined: list[str] = []
+    for word in arguments:
+        last = joined[-1] if joined else ""
+        if last.startswith("--") and "=" not in last and last != "--help" and not word.startswith("--"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+# ---- output and errors
 
 
 class DroppingFile(io.FileIO):

@@ -28,8 +28,7 @@ from tqdm import tqdm
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA, is_present, size_of
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta
 from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.prepare.meta import TokenizerIdentity, make_char_identity, make_gpt2_identity, make_json_identity

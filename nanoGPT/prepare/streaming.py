@@ -6,12 +6,15 @@ one shard, one batch of documents, and one row group of the parquet file. A run 
 after its last complete shard. Its files are identical to those of an uninterrupted run.
 """
 
+import atexit
 import contextlib
 import dataclasses
+import glob
 import json
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -22,7 +25,6 @@ from tqdm import tqdm
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
 from nanoGPT.job.schema import Count, SchemaError, read_json
-from nanoGPT.prepare.corpus import Corpus, open_documents, read_batches
 from nanoGPT.prepare.directory import (
     META,
     PROGRESS,
@@ -36,6 +38,97 @@ from nanoGPT.prepare.directory import (
 from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenFile, make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
+
+# ---- a corpus: a dataset on the Hugging Face hub, or local parquet files
+
+BATCH = 512  # documents per batch
+COLUMN = "text"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source of documents."""
+
+    label: str  # its name in error messages
+    advice: str  # what to do if it cannot be read
+    identity: dict[str, Any]  # its description in meta.json, as JSON types
+    arguments: dict[str, Any]  # the arguments of `load_dataset`, without the split
+
+
+def hub_corpus(path: str, name: str | None = None) -> Corpus:
+    """Return the train split of a dataset on the Hugging Face hub.
+
+    Args:
+        path: name of the dataset, such as "HuggingFaceFW/fineweb-edu".
+        name: name of its subset.
+    """
+    advice = "check the network, or use local parquet files with --input='folder/*.parquet'"
+    return Corpus(path, advice, {"hub": path, "name": name}, {"path": path, "name": name})
+
+
+def parquet_corpus(pattern: str) -> Corpus:
+    """Return the local parquet files that match a pattern, in alphabetical order.
+
+    Their names and sizes identify the corpus.
+
+    Raises:
+        ConfigError: no file matches, or one cannot be read.
+    """
+    paths = [Path(path).absolute() for path in sorted(glob.glob(pattern))]
+    if not paths:
+        raise ConfigError(f"--input={pattern} matches no file: give a pattern such as 'folder/*.parquet'")
+    identity = {"files": [{"name": path.name, "bytes": size_of(path)} for path in paths]}
+    escaped_paths = [glob.escape(str(path)) for path in paths]  # load_dataset reads paths as patterns
+    arguments = {"path": "parquet", "data_files": escaped_paths}
+    return Corpus(f"--input={pattern}", "check that every file is a complete parquet file", identity, arguments)
+
+
+def open_documents(corpus: Corpus) -> Any:
+    """Return the corpus as an IterableDataset with the single column `text`.
+
+    Raises:
+        ConfigError: `datasets` is not installed, the corpus cannot be read, or it has no column `text` of strings.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ConfigError(
+            "streaming documents needs the extra `web`: run `.venv/bin/pip install -e '.[web]'`"
+        ) from None
+    # Arrow's threads may hang or abort Python when it exits (apache/arrow#45214): wait for them.
+    atexit.register(time.sleep, 1)
+    try:
+        documents: Any = load_dataset(
+            **corpus.arguments, columns=[COLUMN], batch_size=BATCH, split="train", streaming=True
+        )
+        # Read one row group at a time: Arrow reads ahead without a limit, so a file of 2 GB would be fully in memory.
+        documents = documents.reshard()
+    except Exception as error:  # any error of the network, the hub's client or the parquet reader
+        raise ConfigError(
+            f"{corpus.label} cannot be opened ({type(error).__name__}: {str(error)[:200]}): {corpus.advice}"
+        ) from None
+    if "string" not in str(getattr((documents.features or {}).get(COLUMN), "dtype", "")):
+        raise ConfigError(f"{corpus.label} has no column `{COLUMN}` of strings: use parquet files that have one")
+    return documents
+
+
+def read_batches(corpus: Corpus, documents: Any, first: int) -> Generator[list[str]]:
+    """Yield batches of texts, starting at document `first`. A missing text counts as an empty document.
+
+    Raises:
+        ConfigError: the corpus can no longer be read.
+    """
+    try:
+        for batch in documents.skip(first).iter(BATCH):
+            yield [text or "" for text in batch[COLUMN]]
+    except Exception as error:
+        raise ConfigError(
+            f"{corpus.label} cannot be read to its end ({type(error).__name__}: {str(error)[:200]}): {corpus.advice}, "
+            "then run the same command again; it keeps the complete shards"
+        ) from None
+
+
+# ---- its shards
 
 SHARD_TOKENS = 100_000_000
 VAL_TOKENS = 4_000_000  # about as many as in nanoGPT's val split of OpenWebText

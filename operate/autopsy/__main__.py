@@ -12,8 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from operate.autopsy.causes import Cause, find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
 from operate.run_files import find_newest_run

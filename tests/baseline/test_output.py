@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.job.hardware import read_git_commit
+from nanoGPT.distributed.environment import read_git_commit
 from nanoGPT.job.program import report_errors
 from tests.helpers.programs import DEADLINE, Program, await_steps, run_program
 from tests.helpers.training import ROOT, TINY

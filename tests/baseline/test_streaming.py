@@ -19,10 +19,8 @@ import pytest
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE
-from nanoGPT.prepare import corpus as corpora
 from nanoGPT.prepare import streaming
-from nanoGPT.prepare.corpus import Corpus, hub_corpus, parquet_corpus
-from nanoGPT.prepare.streaming import prepare_stream
+from nanoGPT.prepare.streaming import Corpus, hub_corpus, parquet_corpus, prepare_stream
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 from tests.helpers.programs import DEADLINE
 
@@ -48,7 +46,7 @@ def write_corpus(folder: Path, documents: list[Any], column: str = "text") -> Co
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
-    monkeypatch.setattr(corpora, "BATCH", 32)
+    monkeypatch.setattr(streaming, "BATCH", 32)
     return write_corpus(tmp_path, generate_documents(DOCUMENTS))
 
 
@@ -115,7 +113,7 @@ def test_max_tokens_ends_the_stream_at_that_token(tmp_path, corpus):
 KILLED_PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from nanoGPT.prepare import corpus, streaming
+from nanoGPT.prepare import streaming
 
 replace = os.replace
 def replace_or_die(source, target):
@@ -123,7 +121,7 @@ def replace_or_die(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 os.replace = replace_or_die
-streaming.prepare_stream(Path(sys.argv[1]), corpus.parquet_corpus(sys.argv[2]), int(sys.argv[3]))
+streaming.prepare_stream(Path(sys.argv[1]), streaming.parquet_corpus(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -213,8 +211,8 @@ def test_prepare_scripts_accept_local_files(name, tmp_path, corpus, monkeypatch)
 PROGRAM_THAT_STOPS_EARLY = """
 import sys
 from pathlib import Path
-from nanoGPT.prepare import corpus, streaming
-streaming.prepare_stream(Path(sys.argv[1]), corpus.parquet_corpus(sys.argv[2]), 1000, 5000)
+from nanoGPT.prepare import streaming
+streaming.prepare_stream(Path(sys.argv[1]), streaming.parquet_corpus(sys.argv[2]), 1000, 5000)
 """
 
 

@@ -8,8 +8,8 @@ from bench.kernels.cases import CASE_BUILDERS, build_cases
 from bench.kernels.kernels import Stopwatch, measure
 from bench.tables import records, tables
 from nanoGPT.checkpoint.manifest import serialize_manifest
+from nanoGPT.distributed.environment import PEAK_FLOPS, describe_hardware, find_peak_flops
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.hardware import PEAK_FLOPS, describe_hardware, find_peak_flops
 from nanoGPT.job.parse import parse
 from nanoGPT.train_config import TrainConfig, validate
 from tests.helpers.marks import mark_slow
@@ -57,11 +57,10 @@ def test_a_result_is_written_and_becomes_a_table(tmp_path, monkeypatch, capsys):
 
 def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
     """MFU uses the peak FLOP/s of the GPU. There is no value for a CPU or for a GPU that the table does not contain."""
-    from nanoGPT.distributed.runtime import Runtime
 
     def get_peak_flops(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return find_peak_flops(Runtime(0, 0, 1, 1, torch.device("cuda", 0), dtype))
+        return find_peak_flops(torch.device("cuda", 0), dtype)
 
     assert get_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and get_peak_flops("NVIDIA H100 PCIe") == 756e12
     assert get_peak_flops("NVIDIA H200") == PEAK_FLOPS["H200"] and get_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
@@ -70,7 +69,7 @@ def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
     for name in ("NVIDIA A10G", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         assert get_peak_flops(name) is None
     assert get_peak_flops("NVIDIA H200", torch.float32) is None
-    assert find_peak_flops(Runtime(0, 0, 1, 1, torch.device("cpu"), torch.bfloat16)) is None
+    assert find_peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*/config/*.py")), ids=lambda path: path.name)

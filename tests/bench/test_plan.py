@@ -63,8 +63,7 @@ from bench.plan.speed import (
 from bench.plan.trace import MEMORY_STAGES, trace
 from measure.tracker import STATE
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.kernels import attention

@@ -9,8 +9,8 @@ import pytest
 
 from bench.gpu.__main__ import parse_arguments
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.command_line import command_line
 from nanoGPT.job.parse import parse
+from nanoGPT.job.program import command_line
 from nanoGPT.sample import SampleConfig
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig

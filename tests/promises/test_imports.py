@@ -10,7 +10,7 @@ from workshop.imports import ROOT, find_imports, find_modules, module_name
 
 # From the bottom to the top. A module may import from its own layer and from those below it.
 LAYERS = [
-    ["nanoGPT.errors", "nanoGPT.model", "nanoGPT.observers"],
+    ["nanoGPT.errors", "nanoGPT.files", "nanoGPT.model", "nanoGPT.observers"],
     ["nanoGPT.distributed"],
     ["nanoGPT"],
     ["phase1_zero1", "phase2_triton", "phase3_fsdp"],

@@ -15,8 +15,7 @@ import time
 from pathlib import Path
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from workshop.site.explorers import render_explorer
 from workshop.site.sources import ROOT, append_contents, copy_documents, list_sources, replace_blocks
 

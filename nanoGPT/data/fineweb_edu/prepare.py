@@ -11,10 +11,8 @@ split.
 import sys
 
 from nanoGPT.files import DATA
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
-from nanoGPT.prepare.corpus import hub_corpus, parquet_corpus
-from nanoGPT.prepare.streaming import SHARD_TOKENS, prepare_stream
+from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.prepare.streaming import SHARD_TOKENS, hub_corpus, parquet_corpus, prepare_stream
 
 
 def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:

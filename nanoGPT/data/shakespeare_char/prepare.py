@@ -7,8 +7,7 @@ The first 90% of the text is the train split, the rest is the val split.
 
 import sys
 
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.prepare.text import prepare_shakespeare
 
 

@@ -7,8 +7,7 @@
 
 import sys
 
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.prepare.synthetic import prepare_synthetic
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import torch
 from bench.tables.records import FORMAT, describe_origin
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import write_atomically
-from nanoGPT.job.command_line import command_line
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from workshop.site.recordings import flash_attention, fsdp_step, kill_save, ring, will_it_fit
 from workshop.site.sources import ROOT
 
