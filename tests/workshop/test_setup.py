@@ -105,6 +105,7 @@ def assert_set_up(project: Path, outcome: Outcome) -> None:
     assert "Nothing to be done" in make(project, "setup").output
 
 
+@pytest.mark.slow
 def test_an_interrupted_set_up_recovers(project):
     """After SIGKILL while .venv is created, inside pip or inside a package, and after Ctrl-C, a repetition succeeds.
 
