@@ -1,0 +1,127 @@
+"""`phase3_fsdp/by_hand.py`: FSDP written by hand has the losses of full training and the bytes of the formula."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanoGPT.model import GPT, GPTConfig
+from phase3_fsdp.activation_checkpointing import checkpoint_activations
+from phase3_fsdp.by_hand import HandmadeFSDP
+from tests.helpers.programs import Program
+from workshop.ranks import run_on_ranks
+
+SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=19, dropout=0.0)
+
+
+class OddModel(nn.Module):
+    """A model that is no GPT: a convolution, 3 rows that 2 and 4 ranks cannot divide, and a parameter without use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 5, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 8)) for _ in range(3))
+        self.unused, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.conv(x)  # (B, 5, 8)
+        for block in self.blocks[:2]:  # the last block has no gradient
+            x = x + block(x)
+        return ((x.mean(1) * self.scale - y) ** 2).mean()
+
+
+def make_batches(kind: str, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Return four micro-batches of a step."""
+    generator = torch.Generator().manual_seed(step)
+    if kind == "gpt":
+        tokens = torch.randint(0, SHAPE.vocab_size, (4, 2, 2, 8), generator=generator)
+        return [(x, y) for x, y in tokens]
+    return [(torch.randn(3, 2, 8, generator=generator), torch.randn(3, 8, generator=generator)) for _ in range(4)]
+
+
+def train_by_hand(kind: str, mode: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Train four steps on this rank, and a full copy of the model in this process.
+
+    Returns:
+        The losses and norms of both, the largest number of units whose parameters were full at once, the bytes that
+        were all-gathered, and those of the formula.
+    """
+    torch.manual_seed(3)
+    model = GPT(SHAPE) if kind == "gpt" else OddModel()
+    full, rank, ranks = copy.deepcopy(model), dist.get_rank(), dist.get_world_size()
+    if mode == "checkpointing":
+        checkpoint_activations(model, "full")
+    sharded = HandmadeFSDP(model, list(model.blocks), dtype)
+    optimizers = [torch.optim.AdamW(params, lr=0.05) for params in (sharded.parameters(), full.parameters())]
+    most, results = 0, []
+
+    def count_full_units(*_: Any) -> None:
+        nonlocal most
+        most = max(most, sum(unit.is_full for unit in sharded.units))
+
+    for module in model.modules():
+        module.register_forward_hook(count_full_units)
+        module.register_full_backward_hook(count_full_units)
+    for step in range(4):
+        batches = make_batches(kind, step)
+        ours = sharded.train_step(optimizers[0], batches[rank::ranks], 0.5)
+        losses = [full(*batch) for batch in batches]
+        sum(losses).div(len(batches)).backward()
+        norm = nn.utils.clip_grad_norm_(full.parameters(), 0.5)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        results.append((*ours, torch.stack(losses).mean().item(), norm.item()))
+    sizes = [sum(unit.sizes) * ranks * dtype.itemsize for unit in sharded.units]
+    used = sizes[1:3] if kind == "odd" else sizes[1:]  # the last block of the odd model never computes
+    with torch.no_grad():
+        evaluated = model(*make_batches(kind, 9)[0]).item() - full(*make_batches(kind, 9)[0]).item()
+    evaluation = sizes[0] + sum(sizes[1:])  # units are prefetched, also if they then do not compute
+    return {
+        "results": results,
+        "most": most,
+        "evaluated": abs(evaluated),
+        "is_free": not any(param.untyped_storage().nbytes() for unit in sharded.units for param in unit.params),
+        "gathered": sum(unit.gathered for unit in sharded.units) - evaluation,
+        "formula": 4 * (4 // ranks) * (sizes[0] + 2 * sum(used)),
+        "stored": sum(shard.numel() for shard in sharded.parameters()),
+        "params": sum(p.numel() for p in full.parameters()),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "mode"), [("gpt", "none"), ("gpt", "checkpointing"), ("odd", "none")])
+def test_it_trains_like_the_full_model(kind, mode, ranks):
+    """Losses and gradient norms are those of full training, for a GPT with and without activation checkpointing, and
+    for a model that is no GPT. At most the root and two blocks are full at once, a rank stores its rows only, and the
+    all-gathered bytes are those of the formula."""
+    reports = run_on_ranks(train_by_hand, ranks, kind, mode, torch.float32, show=False)
+    for report in reports:
+        for loss, norm, full_loss, full_norm in report["results"]:
+            assert loss == pytest.approx(full_loss, abs=1e-6) and norm == pytest.approx(full_norm, abs=1e-5)
+        assert report["most"] <= 3 and report["is_free"] and report["evaluated"] < 1e-6
+        if kind == "gpt":
+            assert report["gathered"] == report["formula"]
+    assert sum(report["stored"] for report in reports) == reports[0]["params"]
+
+
+def test_low_precision_halves_the_bytes():
+    """In bfloat16, the all-gathers have half the bytes, and losses are near those of fp32. Shards stay in fp32."""
+    for report in run_on_ranks(train_by_hand, 2, "gpt", "none", torch.bfloat16, show=False):
+        assert report["gathered"] == report["formula"]
+        assert all(abs(loss - full_loss) < 0.05 for loss, _, full_loss, _ in report["results"])
+
+
+@pytest.mark.ranks
+def test_the_program_prints_the_losses_of_minimal():
+    """by_hand.py prints the losses of minimal.py, which uses `fully_shard`."""
+    losses = []
+    for name in ("by_hand", "minimal"):
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"phase3_fsdp/{name}.py"]
+        program = Program(*words[1:], "--max_iters=4")
+        assert program.wait() == 0, program.output()
+        losses.append([float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", program.output(), re.MULTILINE)])
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=2e-6)
