@@ -33,6 +33,7 @@ from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPTConfig, ModelConfig, make_shape
 from nanoGPT.prepare.download import TIKTOKEN_FILES
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity
+from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.train_config import StepChoice
 
 LAYER = ("ln_1.weight", "ln_2.weight", *CONV1D)  # the parameters of a layer, without biases
@@ -84,7 +85,7 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
                 rows = ids if shape.vocab_size == tokenizer_rows(tokenizer) else shape.vocab_size
                 if rows > ids:
                     print(f"all {rows:,} rows of the vocabulary are exported; the tokenizer has {ids:,} ids")
-                write_hf(Path(temporary), shape, weights, rows)
+                write_hf(Path(temporary), shape, weights, rows, find_end_of_text(tokenizer))
                 write_hf_tokenizer(Path(temporary), tokenizer)
             else:
                 state = read_into_files(checkpoint.path, shape, Path(scratch))
@@ -173,6 +174,13 @@ def save_ckpt(folder: Path, state: FullState, shape: ModelConfig, step: int, man
 # ---- Hugging Face
 
 
+def find_end_of_text(tokenizer: TokenizerIdentity) -> int | None:
+    """Return the id of the end-of-text token; None if the tokenizer has none."""
+    if tokenizer["name"] == "gpt2":
+        return GPT2_VOCAB - 1
+    return load_tokenizer(tokenizer).end_of_text
+
+
 def write_hf_tokenizer(folder: Path, tokenizer: TokenizerIdentity) -> None:
     """Write the files from which the transformers library loads the same tokenizer."""
     if tokenizer["name"] == "gpt2":
@@ -219,7 +227,12 @@ def convert_to_hf(shape: ModelConfig, weights: Mapping[str, Tensor], rows: int) 
 
 
 def write_hf(
-    folder: Path, shape: ModelConfig, weights: Mapping[str, Tensor], rows: int, file_bytes: int = 2 << 30
+    folder: Path,
+    shape: ModelConfig,
+    weights: Mapping[str, Tensor],
+    rows: int,
+    end_of_text: int | None = None,
+    file_bytes: int = 2 << 30,
 ) -> None:
     """Write a directory that `transformers` can read, with one or more safetensors files.
 
@@ -228,6 +241,7 @@ def write_hf(
         shape: the shape of the model.
         weights: parameters by name. They are read one at a time; those of one file are in memory together.
         rows: vocabulary size of the tokenizer; further rows of the embedding are padding.
+        end_of_text: the token id with which generation ends, if there is one.
         file_bytes: maximum size of a file in bytes. A file with a single tensor may be larger.
     """
     files: list[dict[str, int]] = []  # for each file, the bytes of its tensors by name
@@ -239,7 +253,7 @@ def write_hf(
         pending[name] = tensor
     files.append(write_hf_file(folder, len(files), pending))
     rename_hf_files(folder, files)
-    write_hf_config(folder, shape, rows)
+    write_hf_config(folder, shape, rows, end_of_text)
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # safetensors makes its files readable by the owner only
 
@@ -262,9 +276,8 @@ def rename_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def write_hf_config(folder: Path, shape: ModelConfig, rows: int) -> None:
+def write_hf_config(folder: Path, shape: ModelConfig, rows: int, end_of_text: int | None) -> None:
     """Write config.json for a model of this shape, with a vocabulary of `rows` tokens."""
-    end_of_text = GPT2_VOCAB - 1 if rows >= GPT2_VOCAB else None  # GPT-2's <|endoftext|>
     config = {
         "model_type": shape.model,
         **find_format(shape.model).write_fields(shape),

@@ -372,8 +372,13 @@ def find_architecture(name: str) -> ModuleType:
     except (ModuleNotFoundError, TypeError, ValueError) as error:
         hint = did_you_mean(name, known) or f": use {' or '.join(known)}, or a module that defines a model"
         raise ConfigError(f"--model={name} cannot be imported ({error}){hint}") from None
-    if not hasattr(module, "Shape"):
+    shape = getattr(module, "Shape", None)
+    if not (isinstance(shape, type) and issubclass(shape, ModelConfig)):
         raise ConfigError(f"--model={name} has no class Shape, so it is no model: use {' or '.join(known)}")
+    if getattr(shape, "model", None) != name:
+        raise ConfigError(
+            f'--model={name}: the class Shape has another name: write `model: Literal["{name}"] = "{name}"`'
+        )
     return module
 
 

@@ -5,7 +5,6 @@ config.json that changes this function is either supported or refused. The forma
 another model has a class `HuggingFace`.
 """
 
-import hashlib
 import json
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,9 @@ from nanoGPT.checkpoint.training_state import LazyTensors, are_tied, shapes_of
 from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause
 from nanoGPT.files import is_present, list_directory, read_document
 from nanoGPT.model import MODULES, GPTConfig, ModelConfig, find_architecture
-from nanoGPT.prepare.meta import (
-    GPT2_VOCAB,
-    TokenizerIdentity,
-    make_char_identity,
-    make_gpt2_identity,
-    make_json_identity,
-)
+from nanoGPT.prepare.meta import TokenizerIdentity, find_known_tokenizer, make_json_identity
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
-GPT2_TOKENS_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # of its tokens, one per line
 GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
@@ -170,31 +162,18 @@ def read_hf_config(path: Path) -> ModelConfig:
 def read_hf_tokenizer(folder: Path) -> TokenizerIdentity | None:
     """Return the tokenizer of a Hugging Face directory; None if it has no tokenizer.json and no vocab.json.
 
-    A tokenizer with further tokens after GPT-2's 50257 counts as GPT-2's.
-
     Raises:
         ConfigError: there is no tokenizer.json, and vocab.json is not GPT-2's.
         ValueError, KeyError, TypeError, AttributeError: the file is not a tokenizer.
     """
-    definition = None
     if is_present(folder / "tokenizer.json"):
-        definition = read_document(folder / "tokenizer.json")
-        model = json.loads(definition)["model"]
-        vocab, has_merges = model["vocab"], bool(model.get("merges"))
-    elif is_present(folder / "vocab.json"):
-        vocab, has_merges = json.loads(read_document(folder / "vocab.json")), is_present(folder / "merges.txt")
-    else:
+        return make_json_identity(read_document(folder / "tokenizer.json"))
+    if not is_present(folder / "vocab.json"):
         return None
-    token_of = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else {}
-    tokens = [token_of.get(i, "") for i in range(len(token_of))]
-    content = "\n".join(tokens[:GPT2_VOCAB]).encode("utf-8", "replace")
-    if has_merges and hashlib.sha256(content).hexdigest() == GPT2_TOKENS_SHA256:
-        return make_gpt2_identity()
-    if tokens and not has_merges and all(len(token) == 1 for token in tokens):
-        return make_char_identity("".join(tokens))
-    if definition is None:
-        raise ConfigError(f"{folder} has a vocab.json that is not GPT-2's: save its tokenizer as a tokenizer.json")
-    return make_json_identity(definition)
+    vocab = json.loads(read_document(folder / "vocab.json"))
+    if identity := find_known_tokenizer(vocab, is_present(folder / "merges.txt")):
+        return identity
+    raise ConfigError(f"{folder} has a vocab.json that is not GPT-2's: save its tokenizer as a tokenizer.json")
 
 
 def open_hf_weights(folder: Path, model: str) -> LazyTensors:

@@ -22,7 +22,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
 from nanoGPT.files import is_present
 from nanoGPT.job.schema import check_schema
-from nanoGPT.model import MODULES, ModelConfig, find_architecture, make_shape
+from nanoGPT.model import GPT, MODULES, ModelConfig, find_architecture, make_shape
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
 from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
 
@@ -96,7 +96,37 @@ def read_starting_point(
             f"{data.tokenizer['vocab_size']}: use a larger --vocab_size, or a dataset with the tokenizer of the weights"
         )
     shape.dropout = config.dropout
+    check_model(shape)
     return shape, weights
+
+
+def check_model(shape: ModelConfig) -> None:
+    """Check that checkpoints can store a model: one with two blocks is built without memory.
+
+    Raises:
+        ConfigError: it has something that they would not store, or its shape does not describe it.
+    """
+    with torch.device("meta"):
+        model = shape.change(n_layer=2).create_model()
+    names, all_names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
+    if "create_model" not in vars(type(shape)):
+        problem = "its class Shape has no method create_model"
+    elif not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
+        problem = f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT"
+    elif extra := sorted(model.state_dict().keys() - all_names):
+        problem = f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
+    elif shared := sorted(all_names - names - shape.tied_names().keys()):
+        problem = f"{shared[0]} is another name of a parameter: add it to tied_names()"
+    elif scalars := [name for name, param in model.named_parameters() if not param.dim()]:
+        problem = f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"
+    else:
+        return
+    raise ConfigError(f"--model={shape.model} cannot be trained: {problem}")
+
+
+def find_blocks(model: GPT) -> torch.nn.Module | None:
+    """Return the module at the path BLOCKS; None if there is none."""
+    return dict(model.named_modules()).get(model.config.BLOCKS)
 
 
 # ---- checks of a checkpoint that is resumed or evaluated
@@ -223,7 +253,7 @@ def read_weights(source: str, run: Runtime | None = None, step: StepChoice = Non
             raise ConfigError(f"{source} has neither checkpoints/, ckpt.pt nor config.json: use a run or a model")
         shapes = shapes_of(tensors)
     shape = check_weights_fit(source, model_args, shapes)
-    if tokenizer is None and shape.vocab_size >= GPT2_VOCAB:
+    if tokenizer is None and shape.model == "gpt2" and shape.vocab_size >= GPT2_VOCAB:
         tokenizer = make_gpt2_identity()
         if run is None or run.is_main:
             print(f"{source} does not name its tokenizer: assuming GPT-2's", file=sys.stderr)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
@@ -22,7 +22,7 @@ from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.job.program import command_line, expand_home, join_flag_values
 from nanoGPT.job.schema import SchemaError, check_schema
-from nanoGPT.model import make_shape
+from nanoGPT.model import MODULES, find_architecture, make_shape
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import GPU_DEFAULTS, PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
@@ -62,6 +62,7 @@ def parse(
         file_values = read_config_files(config_class, argv, trainer)
     model = find_model(config_class, flags, file_values)
     config_class = add_flags(config_class, find_observers(flags, file_values), model)
+    check_flags_of_models(config_class, [name_of_flag(flag) for flag in flags])
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
     defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
     config = parse_flags(config_class, {**defaults, "model": model, **file_values}, flags)
@@ -131,6 +132,18 @@ def check_names(flags: list[str]) -> None:
     for name in map(name_of_flag, flags):
         if name in NANOGPT_FLAGS:
             raise ConfigError(f"--{name} is a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
+
+
+def check_flags_of_models(config_class: type, names: Iterable[str]) -> None:
+    """Check that no name is a flag of a model that is not used.
+
+    Raises:
+        ConfigError: a name is.
+    """
+    for name in names:
+        for model in MODULES if name not in field_names(config_class) else ():
+            if name in field_names(find_architecture(model).Flags):
+                raise ConfigError(f"--{name} is a flag of --model={model}: add --model={model}, or remove this setting")
 
 
 def name_of_flag(flag: str) -> str:
@@ -203,6 +216,7 @@ def check_file_values(config_class: type, path: Path, values: dict[str, object])
     Raises:
         ConfigError: a name is not a field, because a misspelled setting must not be ignored, or a value is invalid.
     """
+    check_flags_of_models(config_class, values)
     for name in values:
         if name in NANOGPT_FLAGS:
             raise ConfigError(f"config file {path} sets {name}, a flag of nanoGPT: {NANOGPT_FLAGS[name]}")

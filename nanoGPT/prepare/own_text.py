@@ -15,6 +15,7 @@ the same command continues after the last complete file, and the files become th
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -55,16 +56,19 @@ class OwnText:
 
     Attributes:
         skipped: the number of lines without a text, as of the last pass over the text.
+        ignored: the number of other files.
     """
 
     path: Path
     column: str = "text"
     skipped: int = 0
     files: list[Path] = field(init=False)
+    ignored: int = field(init=False)
 
     def __post_init__(self) -> None:
-        files = [self.path] if self.path.is_file() else sorted(self.path.rglob("*")) if self.path.is_dir() else []
-        self.files = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
+        files = [self.path] if self.path.is_file() else sorted(list_files(self.path)) if self.path.is_dir() else []
+        self.files = [file for file in files if file.suffix.lower() in SUFFIXES]
+        self.ignored = len(files) - len(self.files)
         if not self.files:
             raise ConfigError(
                 f"--input={self.path} is no .txt, .jsonl or .parquet file, and has none: give one of these"
@@ -83,7 +87,7 @@ class OwnText:
         readers = {".txt": self._read_text, ".jsonl": self._read_lines, ".parquet": self._read_rows}
         for file in self.files:
             try:
-                for piece in readers[file.suffix](file):
+                for piece in readers[file.suffix.lower()](file):
                     if isinstance(piece, str):
                         self.skipped += 1
                         if shows_skipped and self.skipped <= NAMED_LINES:
@@ -140,6 +144,23 @@ class OwnText:
             ) from None
 
 
+def list_files(folder: Path) -> Iterator[Path]:
+    """Yield all files of a directory and its subdirectories. A directory is entered once, also through links.
+
+    Raises:
+        ConfigError: a directory cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): correct its permissions, or move it")
+
+    entered = set[str]()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        entered.add(os.path.realpath(parent))
+        folders[:] = sorted(each for each in folders if os.path.realpath(f"{parent}/{each}") not in entered)
+        yield from (path for name in names if (path := Path(parent) / name).is_file())
+
+
 def normalize(text: str) -> str:
     r"""Return a text with \n for every line end, without half of surrogate pairs, which have no encoding."""
     return text.replace("\r\n", "\n").replace("\r", "\n").encode("utf-8", "replace").decode()
@@ -174,11 +195,43 @@ def choose_tokenizer(tokenizer: str | None, characters: set[str], length: int) -
         return make_gpt2_identity()
     try:
         return make_json_identity(Path(tokenizer).read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--tokenizer={tokenizer} is neither char, nor gpt2, nor a tokenizer.json of Hugging Face ({error}): use "
             "one of these"
         ) from None
+
+
+@dataclass
+class Sample:
+    """Parts of a text, at equal distances in characters: at most 200, of 500 characters each."""
+
+    parts: list[str] = field(default_factory=list)
+    distance: int = 500
+    length: int = 0
+
+    def add(self, piece: str) -> None:
+        """Add the parts that begin in the next piece. If there are too many, drop every second one."""
+        end = self.length + len(piece)
+        while (begin := len(self.parts) * self.distance) < end:
+            self.parts.append(piece[begin - self.length :][:500])
+            if len(self.parts) > 200:
+                self.parts, self.distance = self.parts[::2], 2 * self.distance
+        self.length = end
+
+    def estimate_tokens(self, tokenizer: Tokenizer) -> int:
+        """Return about how many tokens the text has."""
+        tokens, characters = (sum(map(len, each)) for each in (map(tokenizer.encode, self.parts), self.parts))
+        return self.length * tokens // characters
+
+
+def describe_losses(tokenizer: Tokenizer, sample: Sample) -> None:
+    """Print which characters a tokenizer cannot encode, and if nothing separates documents."""
+    text = "".join(sample.parts)
+    if missing := "".join(sorted({*text} - {*tokenizer.decode(tokenizer.encode(text))}))[:50]:
+        print(f"the tokenizer changes or drops these characters of the text: {missing!r}")
+    if not find_separator(tokenizer):
+        print("the tokenizer has no token for the end of a text or a line: nothing separates documents")
 
 
 def find_separator(tokenizer: Tokenizer) -> list[int]:
@@ -230,19 +283,23 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
         raise ConfigError(
             f"--name={name} is taken, or has characters other than letters, digits, _, . and -: choose another"
         )
-    digest, characters, length = hashlib.sha256(), set[str](), 0
+    digest, characters, sample = hashlib.sha256(), set[str](), Sample()
+    print(f"reading {len(text.files):,} files, and ignoring {text.ignored:,} of other kinds")
     for piece, starts_document in show_progress(text.pieces(shows_skipped=True), "counting characters"):
+        sample.add(piece)
         digest.update(b"\0" * starts_document + piece.encode())
         characters |= set(piece)
-        length += len(piece)
     if text.skipped:
         print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
-    if length < 100:
-        raise ConfigError(f"--input={text.path} has {length} characters of text: use at least 100, or correct --field")
-    identity = choose_tokenizer(tokenizer, characters, length)
+    if sample.length < 100:
+        raise ConfigError(
+            f"--input={text.path} has {sample.length} characters of text: use at least 100, or correct --field"
+        )
+    identity = choose_tokenizer(tokenizer, characters, sample.length)
     loaded = load_tokenizer(identity)
-    sample = next(piece for piece, _ in text.pieces())[:100_000]
-    tokens = length * len(loaded.encode(sample)) // len(sample)  # about as many
+    tokens = sample.estimate_tokens(loaded)
+    if identity["name"] == "tokenizers":
+        describe_losses(loaded, sample)
     source = {
         "text_sha256": digest.hexdigest(),
         "files": [{"name": file.name, "bytes": size_of(file)} for file in text.files[:1000]],
@@ -257,6 +314,9 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
             if not is_prepared(folder, source, text.path):  # another process may have prepared it meanwhile
                 progress = load_progress(folder, source)
                 write_files(folder, show_progress(text.pieces(), "writing tokens"), loaded, progress)
+                if not progress.splits["train"]:
+                    (folder / PROGRESS).unlink(missing_ok=True)
+                    raise ConfigError(f"--input={text.path} has too few tokens for two splits: use more text")
                 write_meta(folder, source, identity, progress.splits)
     (folder / PROGRESS).unlink(missing_ok=True)
     return name

@@ -72,7 +72,12 @@ class Gpt2Tokenizer:
         self.end_of_text: int | None = self.bpe.eot_token
 
     def encode(self, text: str) -> list[int]:
-        return self.bpe.encode(text, allowed_special={"<|endoftext|>"})
+        try:
+            return self.bpe.encode(text, allowed_special={"<|endoftext|>"})
+        except ValueError as error:
+            raise ConfigError(
+                f"GPT-2's tokenizer cannot encode the text ({error}): shorten runs of a million spaces or line ends"
+            ) from None
 
     def decode(self, ids: list[int]) -> str:
         return self.bpe.decode([i for i in ids if i < self.bpe.n_vocab])
@@ -92,7 +97,7 @@ class HuggingFaceTokenizer:
         ConfigError: the package `tokenizers` is not installed, or the definition is not valid.
     """
 
-    ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # names of end-of-text
+    ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # names of end-of-text
 
     def __init__(self, definition: str) -> None:
         try:
@@ -105,13 +110,18 @@ class HuggingFaceTokenizer:
             self.tokenizer = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the package raises Exception itself
             raise ConfigError(f"the tokenizer.json is not valid ({error}): use that of another model") from None
+        self.tokenizer.no_truncation()  # settings of a model's inputs, and not of its training data
+        self.tokenizer.no_padding()
         self.stream_class = tokenizers.decoders.DecodeStream
         ids = (self.tokenizer.token_to_id(name) for name in self.ENDS)
         self.end_of_text: int | None = next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        try:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        except Exception as error:  # the package raises Exception itself
+            raise ConfigError(f"the tokenizer.json cannot encode the text ({error}): use another one") from None
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)

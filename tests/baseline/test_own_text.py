@@ -235,6 +235,8 @@ def test_a_tokenizer_of_hugging_face_is_part_of_the_data(tmp_path, data, capsys)
     assert capsys.readouterr().out.splitlines()[-2].startswith("naïve ro")
     export.main(str(out), str(tmp_path / "hf"))
     assert read_hf_tokenizer(tmp_path / "hf") == make_json_identity(path.read_text())
+    end = load_tokenizer(make_json_identity(path.read_text())).end_of_text
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == end == 0
     (tmp_path / "poem.txt").write_text(POEM)
     prepare_own_text(OwnText(tmp_path / "poem.txt"), "other", "char")
     fields = {"dataset": str(data / "other"), "init_from": str(tmp_path / "hf"), "max_iters": 1}
@@ -251,8 +253,65 @@ def test_equal_tokenizers_have_equal_hashes(tmp_path):
     assert make_json_identity(same)["sha256"] == make_json_identity(text)["sha256"]
     content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]  # as older versions do
     assert make_json_identity(json.dumps(content))["sha256"] == make_json_identity(text)["sha256"]
-    content["model"]["merges"].reverse()
-    assert make_json_identity(json.dumps(content))["sha256"] != make_json_identity(text)["sha256"]
+    for change in ("merges", "added"):
+        other = json.loads(text)
+        if change == "merges":
+            other["model"]["merges"].reverse()
+        else:
+            other["added_tokens"][0]["content"] = "<|other|>"
+        assert make_json_identity(json.dumps(other))["sha256"] != make_json_identity(text)["sha256"]
+
+
+def test_settings_for_inputs_of_a_model_do_not_cut_the_text(tmp_path, data, capsys):
+    """The truncation and padding of a tokenizer.json are not used. Characters that it drops are printed, a text that it
+    cannot encode is refused, and a text with too few tokens is not prepared."""
+    tokenizers = pytest.importorskip("tokenizers")
+    source = write(tmp_path / "my.txt", POEM.encode())
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "cut.json"))
+    prepare_own_text(OwnText(source), "cut", str(tmp_path / "cut.json"))
+    assert read_text(data / "cut") == POEM
+    content = json.loads(path.read_text())
+    content["model"]["vocab"].pop("z")
+    write(tmp_path / "z.txt", ("zoo\n" + POEM).encode())
+    (tmp_path / "drop.json").write_text(json.dumps(content))
+    prepare_own_text(OwnText(tmp_path / "z.txt"), "drop", str(tmp_path / "drop.json"))
+    assert "changes or drops these characters of the text: 'z'" in capsys.readouterr().out
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "rose": 1}))
+    words.save(str(tmp_path / "words.json"))
+    with pytest.raises(ConfigError, match="cannot encode the text"):
+        prepare_own_text(OwnText(source), "words", str(tmp_path / "words.json"))
+    known = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "rose": 1}, unk_token="[UNK]"))
+    known.save(str(tmp_path / "known.json"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has too few tokens for two splits"):
+            prepare_own_text(OwnText(write(tmp_path / "x.txt", b"x" * 200)), "known", str(tmp_path / "known.json"))
+
+
+def test_all_files_of_a_directory_are_read_or_counted(tmp_path, data, capsys):
+    """Upper-case suffixes and linked directories are read, a loop of links ends, and other files are counted."""
+    folder = tmp_path / "in"
+    write(folder / "a.TXT", POEM.encode())
+    write(tmp_path / "elsewhere" / "b.txt", POEM.encode())
+    write(folder / "c.md", b"ignored")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "loop").symlink_to(folder)
+    prepare_own_text(OwnText(folder), None, "char")
+    assert read_text(data / "in") == f"{POEM}\n{POEM}"
+    assert "reading 2 files, and ignoring 1 of other kinds" in capsys.readouterr().out
+
+
+def test_the_val_split_is_a_tenth_of_a_mixed_text(tmp_path, data):
+    """The size of the val split is estimated from parts of the whole text, which may begin in another language."""
+    folder = tmp_path / "mixed"
+    write(folder / "a.txt", ("தமிழ் மொழி உலகில் உள்ள முதன்மையான மொழி.\n" * 500).encode())
+    write(folder / "b.jsonl", *({"text": "The quick brown fox jumps over the lazy dog. " * 20} for _ in range(300)))
+    splits = TokenData(str(data / prepare_own_text(OwnText(folder), None, "gpt2")), 4, 1, 1).datasets[0].meta["splits"]
+    val, train_tokens = splits["val"][0]["tokens"], splits["train"][0]["tokens"]
+    assert abs(val / (val + train_tokens) - 0.1) < 0.03
 
 
 def test_batches_of_a_text_contain_its_lines(tmp_path, data):

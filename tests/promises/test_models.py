@@ -14,11 +14,11 @@ import torch
 
 from bench.matrix.cells import matches_formula
 from nanoGPT import export, sample
-from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.checkpoint.starting_point import check_model, read_weights
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.llama import LlamaConfig
-from nanoGPT.model import KVCache
+from nanoGPT.model import KVCache, make_shape
 from nanoGPT.train_config import TrainConfig, validate
 from phase2_triton.apply import apply_kernels
 from tests.helpers.programs import DEADLINE
@@ -142,7 +142,7 @@ def test_transformers_computes_the_same_logits(tied, tmp_path):
         (["--model=llama", "--n_embd=4"], "heads of 1 channels"),
         (["--model=llama", "--bias=True"], "--bias=True has no effect"),
         (["--model=llama", "--rope_theta=-1"], "--rope_theta=-1.0 is out of range"),
-        (["--n_kv_head=2"], "unknown flag --n_kv_head"),
+        (["--n_kv_head=2"], "--n_kv_head is a flag of --model=llama: add --model=llama"),
         (["--model=lama"], "cannot be imported .*did you mean llama"),
         (["--model=json"], "has no class Shape"),
     ],
@@ -198,6 +198,38 @@ def test_the_model_of_the_guide_works(tmp_path, monkeypatch):
     shape = read_weights(str(two)).shape
     params = sum(p.numel() for p in shape.create_model().parameters())
     assert (shape.model, shape.count_params()) == ("my_llama", params)
+
+
+INIT = "super().__init__(shape)\n"
+# A part of the guide's model, what is added or replaces it, and the words of the error.
+MISTAKES = {
+    "no create_model": ("def create_model(self)", "def other(self)", "its class Shape has no method create_model"),
+    "another name": ('model: Literal["my_llama"] = "my_llama"', "", "the class Shape has another name"),
+    "buffer": (
+        INIT,
+        f"{INIT}        self.register_buffer('x', ONES)\n",
+        "a checkpoint would not have x",
+    ),
+    "tied": (INIT, f"{INIT}        self.lm_head.weight = self.model['embed_tokens'].weight\n", "add it to tied_names"),
+    "blocks": ("    def create", '    BLOCKS = "model.blocks"\n\n    def create', "model.blocks, its BLOCKS, is no"),
+    "scalar": (INIT, f"{INIT}        self.a = nn.Parameter(ONES[0])\n", "a has no dimension"),
+}
+SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 9}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_model_is_refused(name, tmp_path, monkeypatch):
+    """A model that checkpoints could not store, or whose shape does not describe it, is refused before it trains."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
+    line, replacement, words = MISTAKES[name]
+    assert line in code
+    module = f"my_{name.replace(' ', '_')}"
+    code = code.replace(line, replacement).replace("my_llama", module)
+    code = code.replace("        for block in self.blocks:", "        for block in self.model['layers']:")
+    (tmp_path / f"{module}.py").write_text("import torch\nONES = torch.ones(3)\n" + code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        check_model(make_shape({**SHAPE, "model": module}))
 
 
 def test_kernels_that_do_not_apply_are_named():
