@@ -16,7 +16,7 @@ def place(tmp_path):
     return Place(tmp_path, is_dry=True)
 
 
-@pytest.mark.parametrize("only", ["check.layernorm,curve.baseline,options.zero_2", *mark_slow("")])
+@pytest.mark.parametrize("only", ["check.layernorm,curve.baseline", *mark_slow("")])
 def test_a_dry_run_measures_everything_once(only, tmp_path, capsys):
     """Every task ends well on the CPU and leaves a result. A second call runs none of them again."""
     words = ["--dry_run", f"--to={tmp_path}", f"--only={only}"]

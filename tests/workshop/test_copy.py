@@ -94,8 +94,7 @@ def test_a_copy_is_complete(tmp_path):
     }
 
 
-@pytest.mark.ranks
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_tests_of_a_copy_pass(tmp_path):
     """The tests that a copy has pass there. A bare resume continues the newest run of the copy."""
     copy = tmp_path / "copy"
