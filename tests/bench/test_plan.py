@@ -175,7 +175,7 @@ class InlineExecutor(Executor):
         return future
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(monkeypatch):
     """The largest micro-batch fits, and one more sequence does not. The upper limit is MAX_BATCH_SIZE."""
     planner = Planner(Job(SMALL, GPUS["t4"], 4), InlineExecutor())

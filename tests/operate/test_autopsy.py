@@ -11,6 +11,7 @@ from nanoGPT.errors import ConfigError
 from operate.autopsy.causes import find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
 from operate.run_files import read_heartbeats
+from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program, assert_refused, await_steps, launch, run_program
 from tests.helpers.training import tiny, train
 from workshop.faults import FAULTS
@@ -31,7 +32,7 @@ REPORTS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*(name for name in FAULTS if name != "straggler"), *mark_slow("straggler")])
 def test_the_cause_of_each_fault_is_named(name, tmp_path):
     """Each fault is started by its command, and the autopsy names the rank, the cause and how to go on.
 
