@@ -36,7 +36,6 @@ from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity
 from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.train_config import StepChoice
 
-LAYER = ("ln_1.weight", "ln_2.weight", *CONV1D)  # the parameters of a layer, without biases
 INDEX = "model.safetensors.index.json"
 
 
@@ -207,12 +206,7 @@ def convert_to_hf(shape: ModelConfig, weights: Mapping[str, Tensor], rows: int) 
     Raises:
         ConfigError: the parameters are not those of the model in `transformers`.
     """
-    if isinstance(shape, GPTConfig):
-        layers = [f"transformer.h.{i}.{name}" for i in range(shape.n_layer) for name in LAYER]
-        names = ["transformer.wte.weight", "transformer.wpe.weight", *layers, "transformer.ln_f.weight"]
-        names += [name.removesuffix("weight") + "bias" for name in names[2:]] if shape.bias else []
-    else:
-        names = find_format(shape.model).list_parameters(shape)
+    names, is_gpt2 = find_format(shape.model).list_parameters(shape), isinstance(shape, GPTConfig)
     if different := sorted({*names} ^ {*weights}):
         raise ConfigError(
             f"this model is not the {shape.model} of transformers: {different[0]} is only in "
@@ -220,8 +214,7 @@ def convert_to_hf(shape: ModelConfig, weights: Mapping[str, Tensor], rows: int) 
         )
     for name, value in weights.items():
         value = value[:rows] if name in shape.VOCABULARY else value
-        is_transposed = isinstance(shape, GPTConfig) and name.endswith(CONV1D)
-        yield name, (value.t() if is_transposed else value).contiguous()
+        yield name, (value.t() if is_gpt2 and name.endswith(CONV1D) else value).contiguous()
         if isinstance(shape, GPTConfig) and not shape.bias and (".ln_" in name or name.endswith(CONV1D)):
             yield name.removesuffix("weight") + "bias", torch.zeros(value.shape[0], dtype=value.dtype)
 

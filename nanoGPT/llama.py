@@ -148,7 +148,7 @@ class HuggingFace:
 
     @staticmethod
     def list_parameters(shape: LlamaConfig) -> list[str]:
-        """Return the names of all parameters. The model of this file may have been changed, so they are listed here."""
+        """Return the names of all parameters. The code of the model may have been changed, so they are listed here."""
         attention = [f"self_attn.{name}_proj" for name in "qkvo"]
         parts = [
             *attention,

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import ModuleType
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from nanoGPT.errors import ConfigError, did_you_mean
 
 
-class ModelConfig:
+class ModelConfig(ABC):
     """The shape of a model, and what trainers need to know of it. Each model extends this class with a dataclass.
 
     Attributes:
@@ -54,25 +55,25 @@ class ModelConfig:
         """Return a shape with other values of some fields."""
         return type(self)(**{**vars(self), **values})
 
+    @abstractmethod
     def create_model(self) -> "GPT":
         """Return a model of this shape. Its weights have no meaning yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tied_names(self) -> dict[str, str]:
         """Return the other name of each tied parameter, with the name under which it is saved."""
-        raise NotImplementedError
 
     def initial_std(self, name: str) -> float:
         """Return the standard deviation of the initial values of a weight: smaller for RESIDUAL, as in GPT-2."""
         return 0.02 / math.sqrt(2 * self.n_layer) if name.endswith(self.RESIDUAL) else 0.02
 
+    @abstractmethod
     def count_params(self) -> int:
         """Return the number of parameters. A tied parameter counts once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flops_per_token(self) -> int:
         """Return the FLOPs of forward and backward per token."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""FSDP written by hand, in about 150 lines of torch, for any nn.Module whose forward returns the loss.
+"""FSDP written by hand, in about 130 lines of torch, for any nn.Module whose forward returns the loss.
 
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/by_hand.py
 
@@ -43,8 +43,8 @@ class Unit:
 
     def __init__(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         self.params, self.dtype, self.ranks = params, dtype, dist.get_world_size()
-        self.rows = [-(-len(param) // self.ranks) for param in params]  # of a shard, with padding
-        self.sizes = [rows * (param.numel() // len(param)) for rows, param in zip(self.rows, params, strict=True)]
+        # Elements of a shard, with padding.
+        self.sizes = [-(-len(param) // self.ranks) * (param.numel() // len(param)) for param in params]
         self.shards = []
         for param in params:
             begin, end = row_range(len(param), self.ranks, dist.get_rank())
@@ -79,15 +79,21 @@ class Unit:
         self.is_full, self.pending = True, None
 
     def free(self) -> None:
-        """Free the memory of the full parameters. The tensors, which autograd has saved, stay."""
+        """Free the full parameters and what was prefetched. The tensors stay, without memory: autograd saved them."""
+        if self.pending:
+            self.pending[1].wait()
+        self.pending = None
         for param in self.params:
             param.untyped_storage().resize_(0)
         self.is_full = False
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Reduce-scatter the gradients: each rank adds the mean over the ranks of its rows to `shard.grad`."""
-        parts = []
+        """Reduce-scatter the gradients: `shard.grad` is the mean over the ranks of this rank's rows.
+
+        A parameter without a gradient, the same ones on every rank, gets none.
+        """
+        parts, has_grad = [], [param.grad is not None for param in self.params]
         for param, size in zip(self.params, self.sizes, strict=True):
             grad = torch.zeros_like(param, dtype=torch.float32) if param.grad is None else param.grad.float()
             parts.append(pad(grad, self.ranks * size).view(self.ranks, size))
@@ -95,9 +101,8 @@ class Unit:
         sent = torch.cat(parts, dim=1).contiguous()  # (N, S): row r goes to rank r
         received = sent.new_empty(sent.size(1))
         reduce_scatter(received, sent.view(-1), dist.ReduceOp.AVG)
-        for (shard, _), part in zip(self._shards_and_sizes(), received.split(self.sizes), strict=True):
-            grad = part[: shard.numel()].view_as(shard)
-            shard.grad = grad.clone() if shard.grad is None else shard.grad + grad
+        for shard, part, has in zip(self.shards, received.split(self.sizes), has_grad, strict=True):
+            shard.grad = part[: shard.numel()].view_as(shard) if has else None
 
     def _shards_and_sizes(self) -> Iterable[tuple[nn.Parameter, int]]:
         return zip(self.shards, self.sizes, strict=True)
@@ -144,8 +149,11 @@ class HandmadeFSDP:
                 self.units[number + 1].start_all_gather()  # prefetch
 
         def after_forward(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            if not torch.is_grad_enabled() or not is_root:
+            if not is_root:
                 unit.free()
+            elif not torch.is_grad_enabled():  # no backward pass follows
+                for each in self.units:
+                    each.free()
             if output.requires_grad:
                 output.register_hook(before_backward)
 
@@ -168,20 +176,23 @@ class HandmadeFSDP:
             param.register_post_accumulate_grad_hook(after_gradient)
 
     def _finish(self, unit: Unit) -> None:
+        """Free a unit after its backward pass, and in the last one of a step reduce its gradients."""
         unit.missing_grads = 0
         unit.free()
         if self.is_last:
             unit.reduce_gradients()
 
     def _end_backward(self) -> None:
-        """Finish the root, and the units of which a parameter has no gradient."""
+        """Finish the root, units of which a parameter has no gradient, and units that only earlier passes have used."""
         for unit in self.units:
-            if unit.is_full or unit.missing_grads:
+            has_grad = any(param.grad is not None for param in unit.params)
+            if unit.is_full or unit.missing_grads or has_grad:
                 self._finish(unit)
+            unit.free()  # a unit that was prefetched and did not compute
 
     def train_step(
         self, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Any], max_norm: float
-    ) -> list[float]:
+    ) -> tuple[float, float]:
         """Accumulate the gradients of this rank's micro-batches, clip them, and update the shards. Collective.
 
         Returns:
@@ -202,7 +213,7 @@ class HandmadeFSDP:
             torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
         optimizer.step()
         optimizer.zero_grad()
-        return [loss_sum / (len(micro_batches) * dist.get_world_size()), norm]
+        return loss_sum / (len(micro_batches) * dist.get_world_size()), norm
 
 
 def main(max_iters: int = 20, micro_batches: int = 8) -> None:
@@ -235,15 +246,11 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
         loss, norm = sharded.train_step(optimizer, [to_device(batch, device) for batch in batches], config.grad_clip)
         if rank == 0:
             print(f"step {step}  loss {loss:.6f}  gradient norm {norm:.4f}", flush=True)
-    stored, total = sum(p.numel() for p in sharded.parameters()), model_size(sharded)
+    stored = sum(shard.numel() for shard in sharded.parameters())
+    total = sum(param.numel() for param in model.parameters())
     gathered = sum(unit.gathered for unit in sharded.units)
     print(f"rank {rank} stores {stored:,} of {total:,} parameters and all-gathered {gathered:,} bytes", flush=True)
     dist.destroy_process_group()
-
-
-def model_size(sharded: HandmadeFSDP) -> int:
-    """Return the number of parameters of the full model."""
-    return sum(param.numel() for unit in sharded.units for param in unit.params)
 
 
 if __name__ == "__main__":

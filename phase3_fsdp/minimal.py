@@ -332,9 +332,7 @@ def main(
     def fill(name: str, full: Tensor) -> None:
         draw_initial_rows(full, name, full.shape, shape.initial_std(name), config.seed)
 
-    model = build_sharded_model(
-        lambda: GPT(shape), lambda gpt: gpt.transformer["h"], fill, device, getattr(torch, dtype)
-    )
+    model = build_sharded_model(lambda: GPT(shape), lambda gpt: gpt.blocks, fill, device, getattr(torch, dtype))
     optimizer = configure_adamw(model, config)
     first_step = load(resume_from, model, optimizer) if resume_from else 0
     for step in range(first_step, max_iters):

@@ -51,6 +51,15 @@ class Gpt2Format:
         return GPTConfig(layers, heads, width, positions, True, fields["vocab_size"], 0.0, gelu)
 
     @staticmethod
+    def list_parameters(shape: GPTConfig) -> list[str]:
+        """Return the names of all parameters. The code of the model may have been changed, so they are listed here."""
+        parts = ("ln_1.weight", "ln_2.weight", *CONV1D)
+        layers = [f"transformer.h.{i}.{part}" for i in range(shape.n_layer) for part in parts]
+        norms = [*layers, "transformer.ln_f.weight"]
+        biases = [name.removesuffix("weight") + "bias" for name in norms] if shape.bias else []
+        return ["transformer.wte.weight", "transformer.wpe.weight", *norms, *biases]
+
+    @staticmethod
     def write_fields(shape: GPTConfig) -> dict[str, Any]:
         """Return the fields of a config.json."""
         return {
@@ -72,8 +81,8 @@ def find_format(model: str) -> Any:
     """
     if model == "gpt2":
         return Gpt2Format
-    if format := getattr(find_architecture(model), "HuggingFace", None):
-        return format
+    if hf_format := getattr(find_architecture(model), "HuggingFace", None):
+        return hf_format
     raise ConfigError(f"--model={model} has no format of Hugging Face: export it with --format=ckpt")
 
 
@@ -147,15 +156,15 @@ def read_hf_config(path: Path) -> ModelConfig:
         raise ConfigError(
             f"{path.parent} contains a {model} model: use a directory of a {' or '.join(('gpt2', *MODULES))} model"
         )
-    format = find_format(model)
-    fields, allowed = format.read_fields(document)
+    hf_format = find_format(model)
+    fields, allowed = hf_format.read_fields(document)
     for name, values in allowed.items():
         if fields[name] not in values:
             raise ConfigError(
                 f"{path} has {name}={repr(fields[name])[:200]}, but this model supports only "
                 f"{' or '.join(map(repr, values))}: use another {model}"
             )
-    shape: ModelConfig = format.read_shape(fields)
+    shape: ModelConfig = hf_format.read_shape(fields)
     return shape
 
 

@@ -7,21 +7,26 @@ nanoGPT/data/my_char/
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, size_of, write_atomically
-from nanoGPT.job.schema import SchemaError
-from nanoGPT.prepare.meta import DatasetMeta, TokenizerIdentity, read_dataset_meta
+from nanoGPT.job.schema import Count, SchemaError, read_json
+from nanoGPT.prepare.meta import GPT2_VOCAB, DatasetMeta, TokenFile, TokenizerIdentity, read_dataset_meta
 
 META, PROGRESS = "meta.json", "progress.json"
+SHARD_TOKENS = 100_000_000  # per file
+VAL_TOKENS = 4_000_000  # about as many as in nanoGPT's val split of OpenWebText
 
 
 @contextlib.contextmanager
@@ -56,6 +61,45 @@ def read_meta(folder: Path) -> DatasetMeta | None:
             f"{folder / META} does not describe a dataset ({str(error)[:200]}): remove this file to prepare the "
             "dataset again"
         ) from None
+
+
+def is_prepared(folder: Path, source: dict[str, Any], advice: str) -> bool:
+    """Return whether a directory has the complete dataset of a source.
+
+    Args:
+        folder: the directory.
+        source: as in meta.json.
+        advice: what to do about the dataset of another source, for the message.
+
+    Raises:
+        ConfigError: the directory has a dataset of another source, which may have taken hours to prepare.
+    """
+    meta = read_meta(folder)
+    if meta and meta.get("source") != source:
+        raise ConfigError(
+            f"{folder} has a dataset of another text, tokenizer or flags: {advice} to replace that dataset"
+        )
+    return meta is not None and is_complete(folder, meta)
+
+
+def prepare_once(folder: Path, is_done: Callable[[], bool], write: Callable[[], object]) -> bool:
+    """Write a dataset, unless it is done. Return whether it was written.
+
+    Args:
+        folder: of the dataset.
+        is_done: returns whether the dataset is complete.
+        write: writes it. Files of a damaged dataset or of a killed run are removed before.
+    """
+    if is_done():
+        return False
+    with dataset_lock(folder):
+        if is_done():  # another process has prepared it meanwhile
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in (folder / META, *folder.glob(".tmp-*")):
+            stale.unlink(missing_ok=True)
+        write()
+    return True
 
 
 def is_complete(folder: Path, meta: DatasetMeta) -> bool:
@@ -93,3 +137,96 @@ def write_tokens(folder: Path, name: str, ids: np.ndarray) -> dict[str, Any]:
     content = ids.astype(ids.dtype.newbyteorder("<"), copy=False).data.cast("B")
     write_atomically(folder / name, content)
     return {"name": name, "tokens": len(ids), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+# ---- the progress of a dataset with many files
+
+
+class PartialSplits(TypedDict):
+    """The complete files of each split."""
+
+    train: list[TokenFile]
+    val: list[TokenFile]
+
+
+class ProgressFields(TypedDict):
+    """The schema of progress.json."""
+
+    source: dict[str, Any]
+    splits: PartialSplits
+    document: Count
+    written_of_document: NotRequired[Count]
+
+
+@dataclass
+class Progress:
+    """The content of progress.json: the complete shards, and the document with which the next one begins.
+
+    Attributes:
+        source: the corpus's identity, shard_tokens and max_tokens, as in meta.json.
+        written_of_document: the tokens of the document that are in the shards before it.
+    """
+
+    source: dict[str, Any]
+    splits: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"train": [], "val": []})
+    document: int = 0
+    written_of_document: int = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the token ids in the files."""
+        return np.dtype(choose_token_dtype(self.source.get("vocab_size", GPT2_VOCAB))).newbyteorder("<")
+
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        return [*self.splits["val"], *self.splits["train"]]
+
+    @property
+    def tokens_left(self) -> float:
+        """The number of tokens until max_tokens."""
+        return (self.source["max_tokens"] or math.inf) - sum(file["tokens"] for file in self.files)
+
+    @property
+    def next_size(self) -> float:
+        """The number of tokens after which the next shard ends."""
+        val_tokens = self.source.get("val_tokens", min(self.source["shard_tokens"], VAL_TOKENS))
+        return min(self.source["shard_tokens"] if self.splits["val"] else val_tokens, self.tokens_left)
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / PROGRESS, json.dumps(dataclasses.asdict(self)).encode())
+
+    def write_shard(self, folder: Path, content: bytearray, document: int, written: int = 0) -> None:
+        """Write the next shard, and then the progress.
+
+        Args:
+            folder: directory of the dataset.
+            content: the tokens, as bytes.
+            document: the document with which the shard after this one begins.
+            written: the tokens of that document that are in this shard.
+        """
+        ids = np.frombuffer(content, self.dtype)[: int(min(self.tokens_left, len(content)))]
+        split = "train" if self.splits["val"] else "val"
+        self.splits[split].append(write_tokens(folder, f"{split}_{len(self.files):06d}.bin", ids))
+        self.document, self.written_of_document = document, written
+        self.save(folder)
+
+
+def load_progress(folder: Path, source: dict[str, Any]) -> Progress:
+    """Return the progress of an earlier run in `folder`; if there was none, the progress at the beginning.
+
+    Raises:
+        ConfigError: the earlier run had a different source or different flags, or a shard is incomplete.
+    """
+    path = folder / PROGRESS
+    try:
+        progress = Progress(**read_json(path, ProgressFields))  # type: ignore[arg-type]
+        if progress.source != source:
+            raise SchemaError("it belongs to a different source or different flags")
+        for file in progress.files:
+            if size_of(folder / file["name"]) != file["tokens"] * progress.dtype.itemsize:
+                raise SchemaError(f"{file['name']} does not have {file['tokens']:,} tokens")
+        return progress
+    except ABSENT:
+        return Progress(source)
+    except (SchemaError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be continued ({str(error)[:200]}): run `rm {path}` to start again") from None

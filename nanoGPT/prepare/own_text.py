@@ -20,9 +20,9 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -30,10 +30,18 @@ from tqdm import tqdm
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA, is_present, size_of
 from nanoGPT.job.program import command_line, report_errors
-from nanoGPT.prepare.directory import META, PROGRESS, dataset_lock, is_complete, read_meta, write_meta
+from nanoGPT.prepare.directory import (
+    PROGRESS,
+    SHARD_TOKENS,
+    VAL_TOKENS,
+    Progress,
+    is_prepared,
+    load_progress,
+    prepare_once,
+    write_meta,
+)
 from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.prepare.meta import TokenizerIdentity, make_char_identity, make_gpt2_identity, make_json_identity
-from nanoGPT.prepare.streaming import SHARD_TOKENS, VAL_TOKENS, StreamProgress, load_progress
 from nanoGPT.prepare.tokenizer import Tokenizer, load_tokenizer
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -66,8 +74,8 @@ class OwnText:
     ignored: int = field(init=False)
 
     def __post_init__(self) -> None:
-        files = [self.path] if self.path.is_file() else sorted(list_files(self.path)) if self.path.is_dir() else []
-        self.files = [file for file in files if file.suffix.lower() in SUFFIXES]
+        files = sorted(list_files(self.path)) if self.path.is_dir() else [self.path]
+        self.files = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
         self.ignored = len(files) - len(self.files)
         if not self.files:
             raise ConfigError(
@@ -221,8 +229,8 @@ class Sample:
 
     def estimate_tokens(self, tokenizer: Tokenizer) -> int:
         """Return about how many tokens the text has."""
-        tokens, characters = (sum(map(len, each)) for each in (map(tokenizer.encode, self.parts), self.parts))
-        return self.length * tokens // characters
+        tokens = sum(len(tokenizer.encode(part)) for part in self.parts)
+        return self.length * tokens // sum(map(len, self.parts))
 
 
 def describe_losses(tokenizer: Tokenizer, sample: Sample) -> None:
@@ -247,11 +255,8 @@ def encode_pieces(pieces: Iterator[Piece], tokenizer: Tokenizer, first: int) -> 
             yield (separator if starts_document and number else []) + tokenizer.encode(text)
 
 
-def write_files(folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, progress: StreamProgress) -> None:
+def write_files(folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, progress: Progress) -> None:
     """Write the token ids of all pieces from `progress` on. Each file has exactly as many as it should have."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
-        stale.unlink(missing_ok=True)
     content, skip, piece = bytearray(), progress.written_of_document, progress.document
     for ids in encode_pieces(pieces, tokenizer, progress.document):
         content += np.array(ids[skip:], progress.dtype).tobytes()
@@ -284,7 +289,7 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
             f"--name={name} is taken, or has characters other than letters, digits, _, . and -: choose another"
         )
     digest, characters, sample = hashlib.sha256(), set[str](), Sample()
-    print(f"reading {len(text.files):,} files, and ignoring {text.ignored:,} of other kinds")
+    print(f"files to read: {len(text.files):,}; files of other kinds, which are ignored: {text.ignored:,}")
     for piece, starts_document in show_progress(text.pieces(shows_skipped=True), "counting characters"):
         sample.add(piece)
         digest.update(b"\0" * starts_document + piece.encode())
@@ -309,32 +314,19 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
         "val_tokens": max(1, min(VAL_TOKENS, tokens // 10)),
         "vocab_size": identity["vocab_size"],
     }
-    if not is_prepared(folder, source, text.path):
-        with dataset_lock(folder):
-            if not is_prepared(folder, source, text.path):  # another process may have prepared it meanwhile
-                progress = load_progress(folder, source)
-                write_files(folder, show_progress(text.pieces(), "writing tokens"), loaded, progress)
-                if not progress.splits["train"]:
-                    (folder / PROGRESS).unlink(missing_ok=True)
-                    raise ConfigError(f"--input={text.path} has too few tokens for two splits: use more text")
-                write_meta(folder, source, identity, progress.splits)
+
+    def write() -> None:
+        progress = load_progress(folder, source)
+        write_files(folder, show_progress(text.pieces(), "writing tokens"), loaded, progress)
+        if not progress.splits["train"]:
+            (folder / PROGRESS).unlink(missing_ok=True)
+            raise ConfigError(f"--input={text.path} has too few tokens for two splits: use more text")
+        write_meta(folder, source, identity, progress.splits)
+
+    advice = f"choose another --name, or run `rm -r {quote(str(folder))}`"
+    prepare_once(folder, partial(is_prepared, folder, source, advice), write)
     (folder / PROGRESS).unlink(missing_ok=True)
     return name
-
-
-def is_prepared(folder: Path, source: dict[str, Any], path: Path) -> bool:
-    """Return whether a directory has the complete dataset of a source.
-
-    Raises:
-        ConfigError: it has another dataset, which is not overwritten.
-    """
-    meta = read_meta(folder)
-    if meta and meta.get("source") != source:
-        raise ConfigError(
-            f"{folder} has a dataset of another text or tokenizer than --input={path}: choose another --name, or run "
-            f"`rm -r {quote(str(folder))}` to replace that dataset"
-        )
-    return meta is not None and is_complete(folder, meta)
 
 
 def main(input: Path, name: str | None = None, tokenizer: str | None = None, field: str = "text") -> None:

@@ -8,38 +8,35 @@ after its last complete shard. Its files are identical to those of an uninterrup
 
 import atexit
 import contextlib
-import dataclasses
-import glob
-import json
-import math
 import os
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT, size_of, write_atomically
-from nanoGPT.job.schema import Count, SchemaError, read_json
 from nanoGPT.prepare.directory import (
     META,
     PROGRESS,
-    choose_token_dtype,
-    dataset_lock,
+    SHARD_TOKENS,
+    VAL_TOKENS,
+    Progress,
     is_complete,
+    is_prepared,
+    load_progress,
+    prepare_once,
     read_meta,
     write_meta,
-    write_tokens,
 )
 from nanoGPT.prepare.download import install_gpt2_vocabulary
-from nanoGPT.prepare.meta import GPT2_VOCAB, TokenFile, make_gpt2_identity
+from nanoGPT.prepare.meta import make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 
-# ---- a corpus: a dataset on the Hugging Face hub, or local parquet files
+# ---- a corpus: a dataset on the Hugging Face hub
 
 BATCH = 512  # documents per batch
 COLUMN = "text"
@@ -62,25 +59,8 @@ def hub_corpus(path: str, name: str | None = None) -> Corpus:
         path: name of the dataset, such as "HuggingFaceFW/fineweb-edu".
         name: name of its subset.
     """
-    advice = "check the network, or use local parquet files with --input='folder/*.parquet'"
+    advice = "check the network, or prepare files of your own: `make data INPUT=FILE`"
     return Corpus(path, advice, {"hub": path, "name": name}, {"path": path, "name": name})
-
-
-def parquet_corpus(pattern: str) -> Corpus:
-    """Return the local parquet files that match a pattern, in alphabetical order.
-
-    Their names and sizes identify the corpus.
-
-    Raises:
-        ConfigError: no file matches, or one cannot be read.
-    """
-    paths = [Path(path).absolute() for path in sorted(glob.glob(pattern))]
-    if not paths:
-        raise ConfigError(f"--input={pattern} matches no file: give a pattern such as 'folder/*.parquet'")
-    identity = {"files": [{"name": path.name, "bytes": size_of(path)} for path in paths]}
-    escaped_paths = [glob.escape(str(path)) for path in paths]  # load_dataset reads paths as patterns
-    arguments = {"path": "parquet", "data_files": escaped_paths}
-    return Corpus(f"--input={pattern}", "check that every file is a complete parquet file", identity, arguments)
 
 
 def open_documents(corpus: Corpus) -> Any:
@@ -130,122 +110,21 @@ def read_batches(corpus: Corpus, documents: Any, first: int) -> Generator[list[s
 
 # ---- its shards
 
-SHARD_TOKENS = 100_000_000
-VAL_TOKENS = 4_000_000  # about as many as in nanoGPT's val split of OpenWebText
 THREADS = min(8, os.cpu_count() or 1)
 DTYPE = np.dtype("<u2")
 
 
-class PartialSplits(TypedDict):
-    """The complete files of each split."""
-
-    train: list[TokenFile]
-    val: list[TokenFile]
-
-
-class ProgressFields(TypedDict):
-    """The schema of progress.json."""
-
-    source: dict[str, Any]
-    splits: PartialSplits
-    document: Count
-    written_of_document: NotRequired[Count]
-
-
-@dataclass
-class StreamProgress:
-    """The content of progress.json: the complete shards, and the document with which the next one begins.
-
-    Attributes:
-        source: the corpus's identity, shard_tokens and max_tokens, as in meta.json.
-        written_of_document: the tokens of the document that are in the shards before it.
-    """
-
-    source: dict[str, Any]
-    splits: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"train": [], "val": []})
-    document: int = 0
-    written_of_document: int = 0
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of the token ids in the files."""
-        return np.dtype(choose_token_dtype(self.source.get("vocab_size", GPT2_VOCAB))).newbyteorder("<")
-
-    @property
-    def files(self) -> list[dict[str, Any]]:
-        return [*self.splits["val"], *self.splits["train"]]
-
-    @property
-    def tokens_left(self) -> float:
-        """The number of tokens until max_tokens."""
-        return (self.source["max_tokens"] or math.inf) - sum(file["tokens"] for file in self.files)
-
-    @property
-    def next_size(self) -> float:
-        """The number of tokens after which the next shard ends."""
-        val_tokens = self.source.get("val_tokens", min(self.source["shard_tokens"], VAL_TOKENS))
-        return min(self.source["shard_tokens"] if self.splits["val"] else val_tokens, self.tokens_left)
-
-    def save(self, folder: Path) -> None:
-        write_atomically(folder / PROGRESS, json.dumps(dataclasses.asdict(self)).encode())
-
-    def write_shard(self, folder: Path, content: bytearray, document: int, written: int = 0) -> None:
-        """Write the next shard, and then the progress.
-
-        Args:
-            folder: directory of the dataset.
-            content: the tokens, as bytes.
-            document: the document with which the shard after this one begins.
-            written: the tokens of that document that are in this shard.
-        """
-        ids = np.frombuffer(content, self.dtype)[: int(min(self.tokens_left, len(content)))]
-        split = "train" if self.splits["val"] else "val"
-        self.splits[split].append(write_tokens(folder, f"{split}_{len(self.files):06d}.bin", ids))
-        self.document, self.written_of_document = document, written
-        self.save(folder)
-
-
-def load_progress(folder: Path, source: dict[str, Any]) -> StreamProgress:
-    """Return the progress of an earlier run in `folder`; if there was none, the progress at the beginning.
-
-    Raises:
-        ConfigError: the earlier run had a different source or different flags, or a shard is incomplete.
-    """
-    path = folder / PROGRESS
-    try:
-        progress = StreamProgress(**read_json(path, ProgressFields))  # type: ignore[arg-type]
-        if progress.source != source:
-            raise SchemaError("it belongs to a different source or different flags")
-        for file in progress.files:
-            if size_of(folder / file["name"]) != file["tokens"] * progress.dtype.itemsize:
-                raise SchemaError(f"{file['name']} does not have {file['tokens']:,} tokens")
-        return progress
-    except ABSENT:
-        return StreamProgress(source)
-    except (SchemaError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be continued ({str(error)[:200]}): run `rm {path}` to start again") from None
-
-
-def is_prepared(folder: Path, source: dict[str, Any]) -> bool:
-    """Return whether `folder` contains the complete dataset.
+def is_corpus_prepared(folder: Path, source: dict[str, Any]) -> bool:
+    """Return whether a directory has the complete dataset of a source.
 
     A command without flags, such as that of `make`, accepts a dataset that was prepared with other flags.
 
     Raises:
-        ConfigError: `folder` contains a dataset of a different source, which may have taken hours to prepare, or its
-            meta.json cannot be read.
+        ConfigError: it has a dataset of another source or of other flags.
     """
-    meta = read_meta(folder)
-    if meta is None:
-        return False
     has_no_flags = "hub" in source and (source["shard_tokens"], source["max_tokens"]) == (SHARD_TOKENS, None)
-    is_full = is_complete(folder, meta)
-    if meta.get("source") != source and not (has_no_flags and is_full):
-        path = folder / META
-        raise ConfigError(
-            f"{path} belongs to a different source or different flags: run `rm {path}` to replace that dataset"
-        )
-    return is_full
+    meta = read_meta(folder) if has_no_flags else None
+    return bool(meta and is_complete(folder, meta)) or is_prepared(folder, source, f"run `rm {folder / META}`")
 
 
 def encode_documents(batches: Iterator[list[str]]) -> Iterator[bytes]:
@@ -259,16 +138,13 @@ def encode_documents(batches: Iterator[list[str]]) -> Iterator[bytes]:
             yield np.array([tokenizer.end_of_text, *ids], DTYPE).tobytes()
 
 
-def write_token_shards(folder: Path, corpus: Corpus, progress: StreamProgress) -> None:
+def write_token_shards(folder: Path, corpus: Corpus, progress: Progress) -> None:
     """Stream, encode and write documents, from `progress` to the end of the corpus or to max_tokens.
 
     Raises:
         ConfigError: the corpus cannot be read, or it ended before the train split had a token.
     """
     documents, document, content = open_documents(corpus), progress.document, bytearray()
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
-        stale.unlink(missing_ok=True)
     with (
         contextlib.closing(read_batches(corpus, documents, document)) as batches,
         tqdm(unit=" tokens", unit_scale=True, disable=None) as bar,
@@ -310,12 +186,13 @@ def prepare_stream(folder: Path, corpus: Corpus, shard_tokens: int, max_tokens: 
         )
     install_gpt2_vocabulary()
     source = {**corpus.identity, "shard_tokens": shard_tokens, "max_tokens": max_tokens}
-    if not is_prepared(folder, source):
-        with dataset_lock(folder):
-            if not is_prepared(folder, source):  # another process may have prepared it meanwhile
-                progress = load_progress(folder, source)
-                print(f"{folder.name}: reading documents from number {progress.document:,}")
-                write_token_shards(folder, corpus, progress)
-                write_meta(folder, source, make_gpt2_identity(), progress.splits)
+
+    def write() -> None:
+        progress = load_progress(folder, source)
+        print(f"{folder.name}: reading documents from number {progress.document:,}")
+        write_token_shards(folder, corpus, progress)
+        write_meta(folder, source, make_gpt2_identity(), progress.splits)
+
+    prepare_once(folder, lambda: is_corpus_prepared(folder, source), write)
     (folder / PROGRESS).unlink(missing_ok=True)
     print(f"{folder.name}: prepared")

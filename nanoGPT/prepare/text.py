@@ -8,6 +8,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -19,9 +20,8 @@ from nanoGPT.files import DATA, write_atomically
 from nanoGPT.prepare.directory import (
     META,
     choose_token_dtype,
-    dataset_lock,
-    is_complete,
-    read_meta,
+    is_prepared,
+    prepare_once,
     write_meta,
     write_tokens,
 )
@@ -69,23 +69,6 @@ def load_shakespeare() -> str:
     return text
 
 
-def is_prepared(folder: Path, source: dict[str, Any], tokenizer: str) -> bool:
-    """Return whether `folder` contains the complete dataset of a text.
-
-    Raises:
-        ConfigError: it contains a different dataset, which must not be overwritten.
-    """
-    meta = read_meta(folder)
-    if meta is None:
-        return False
-    if meta.get("source") != source or meta["tokenizer"]["name"] != tokenizer:
-        raise ConfigError(
-            f"{folder} contains a dataset of another text or tokenizer: run `rm {quote(str(folder / META))}` to "
-            "replace that dataset"
-        )
-    return is_complete(folder, meta)
-
-
 def prepare_shakespeare(name: str, tokenizer: str) -> None:
     """Prepare the plays of Shakespeare, unless they are already prepared.
 
@@ -113,18 +96,13 @@ def write_once(folder: Path, make_text: Callable[[], str], source: dict[str, Any
     Raises:
         ConfigError: the directory contains a different dataset.
     """
-    if not is_prepared(folder, source, tokenizer):
-        text = make_text()
-        with dataset_lock(folder):
-            if not is_prepared(folder, source, tokenizer):  # another process may have prepared it meanwhile
-                write_text(folder, text, source, tokenizer)
-                return
-    print(f"{folder.name}: already prepared")
+    is_done = partial(is_prepared, folder, source, f"run `rm {quote(str(folder / META))}`")
+    if not prepare_once(folder, is_done, lambda: write_text(folder, make_text(), source, tokenizer)):
+        print(f"{folder.name}: already prepared")
 
 
 def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) -> None:
     """Write the dataset of a text. The first nine tenths are the train split, as in nanoGPT."""
-    folder.mkdir(exist_ok=True)
     characters = "".join(sorted(set(text)))
     identity = make_char_identity(characters) if tokenizer == "char" else make_gpt2_identity()
     encode = (CharTokenizer(characters) if tokenizer == "char" else Gpt2Tokenizer()).encode
@@ -132,8 +110,6 @@ def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) 
     dtype = choose_token_dtype(identity["vocab_size"])
     parts = {"train": text[:train_length], "val": text[train_length:]}
     ids = {name: np.array(encode(part), dtype) for name, part in parts.items()}
-    for stale in (folder / META, *folder.glob(".tmp-*")):  # from a damaged dataset, or from a killed run
-        stale.unlink(missing_ok=True)
     if tokenizer == "char":  # for nanoGPT's sample.py; this project does not read it
         meta = {
             "vocab_size": len(characters),

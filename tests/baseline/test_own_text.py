@@ -14,9 +14,9 @@ import pytest
 
 from nanoGPT import export, sample
 from nanoGPT.checkpoint.hugging_face import read_hf_tokenizer
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
-from nanoGPT.prepare import own_text, streaming
+from nanoGPT.prepare import directory, own_text
 from nanoGPT.prepare.meta import make_json_identity
 from nanoGPT.prepare.own_text import OwnText, prepare_own_text
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
@@ -107,7 +107,7 @@ def test_an_interrupted_preparation_continues(number, tmp_path, data, monkeypatc
     uninterrupted preparation. Until then it has no meta.json."""
     source = write(tmp_path / "my.jsonl", *({"text": f"{i} {POEM[: 7 * i]}"} for i in range(200)))
     prepare_own_text(OwnText(source), "whole", "char", shard_tokens=9000)
-    real_write, written = streaming.write_tokens, []
+    real_write, written = directory.write_tokens, []
 
     def fail(folder, name, ids):
         if len(written) == number:
@@ -115,11 +115,11 @@ def test_an_interrupted_preparation_continues(number, tmp_path, data, monkeypatc
         written.append(name)
         return real_write(folder, name, ids)
 
-    monkeypatch.setattr(streaming, "write_tokens", fail)
+    monkeypatch.setattr(directory, "write_tokens", fail)
     with pytest.raises(KeyboardInterrupt):
         prepare_own_text(OwnText(source), "cut", "char", shard_tokens=9000)
     assert not (data / "cut" / "meta.json").exists()
-    monkeypatch.setattr(streaming, "write_tokens", lambda *args: written.append(args[1]) or real_write(*args))
+    monkeypatch.setattr(directory, "write_tokens", lambda *args: written.append(args[1]) or real_write(*args))
     prepare_own_text(OwnText(source), "cut", "char", shard_tokens=9000)
     assert len(written) == len({*written}) > 4, "no file is written twice"
     assert read_files(data / "cut") == read_files(data / "whole")
@@ -128,7 +128,7 @@ def test_an_interrupted_preparation_continues(number, tmp_path, data, monkeypatc
 def test_two_preparations_at_once_prepare_a_text_once(tmp_path, monkeypatch, capsys):
     """If two processes prepare the same text, the second one waits for the first, and then finds it prepared."""
     (tmp_path / "poem.txt").write_text(POEM)
-    has_started, may_continue, real_write, written = threading.Event(), threading.Event(), streaming.write_tokens, []
+    has_started, may_continue, real_write, written = threading.Event(), threading.Event(), directory.write_tokens, []
 
     def slow_write(folder, name, ids):
         written.append(name)
@@ -136,7 +136,7 @@ def test_two_preparations_at_once_prepare_a_text_once(tmp_path, monkeypatch, cap
         assert may_continue.wait(DEADLINE)
         return real_write(folder, name, ids)
 
-    monkeypatch.setattr(streaming, "write_tokens", slow_write)
+    monkeypatch.setattr(directory, "write_tokens", slow_write)
     prepare = lambda: prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char")  # noqa: E731
     prepare_twice_at_once(prepare, has_started, may_continue, monkeypatch)
     assert len(written) == 2 and "poem: another process is preparing it; waiting" in capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_another_dataset_is_never_overwritten(tmp_path, data):
     assert prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char") == "poem"
     (tmp_path / "other.txt").write_text(POEM + "more")
     for source, tokenizer in (("other.txt", "char"), ("poem.txt", "gpt2")):
-        with pytest.raises(ConfigError, match="has a dataset of another text or tokenizer") as caught:
+        with pytest.raises(ConfigError, match="has a dataset of another text, tokenizer or flags") as caught:
             prepare_own_text(OwnText(tmp_path / source), "poem", tokenizer)
         assert read_files(data / "poem") == before
     (command,) = re.findall("`(rm -r .*)`", str(caught.value))
@@ -301,7 +301,7 @@ def test_all_files_of_a_directory_are_read_or_counted(tmp_path, data, capsys):
     (folder / "loop").symlink_to(folder)
     prepare_own_text(OwnText(folder), None, "char")
     assert read_text(data / "in") == f"{POEM}\n{POEM}"
-    assert "reading 2 files, and ignoring 1 of other kinds" in capsys.readouterr().out
+    assert "files to read: 2; files of other kinds, which are ignored: 1" in capsys.readouterr().out
 
 
 def test_the_val_split_is_a_tenth_of_a_mixed_text(tmp_path, data):
@@ -312,11 +312,3 @@ def test_the_val_split_is_a_tenth_of_a_mixed_text(tmp_path, data):
     splits = TokenData(str(data / prepare_own_text(OwnText(folder), None, "gpt2")), 4, 1, 1).datasets[0].meta["splits"]
     val, train_tokens = splits["val"][0]["tokens"], splits["train"][0]["tokens"]
     assert abs(val / (val + train_tokens) - 0.1) < 0.03
-
-
-def test_batches_of_a_text_contain_its_lines(tmp_path, data):
-    """A batch of a prepared text decodes to a part of it."""
-    (tmp_path / "poem.txt").write_text(POEM)
-    batches = TokenData(str(data / prepare_own_text(OwnText(tmp_path / "poem.txt"), None, None)), 16, 4, 1)
-    x, _ = batches.batch("train", TRAIN, 0, 0)
-    assert load_tokenizer(batches.tokenizer).decode(x[0].tolist()) in POEM

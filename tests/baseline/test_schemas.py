@@ -24,9 +24,8 @@ from nanoGPT.job.parse import parse
 from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
-from nanoGPT.prepare.directory import write_tokens
+from nanoGPT.prepare.directory import Progress, load_progress, write_tokens
 from nanoGPT.prepare.meta import TokenFile
-from nanoGPT.prepare.streaming import StreamProgress, load_progress
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import ROOT, tiny, train
 
@@ -76,7 +75,7 @@ def write_progress(folder: Path) -> Callable[[], object]:
     """Write the progress of a streamed dataset. Return a function that loads it."""
     source = {"hub": "a/b", "name": None, "shard_tokens": 4, "max_tokens": None}
     files = [write_tokens(folder, "val_000000.bin", np.arange(4, dtype=np.uint16))]
-    StreamProgress(source, {"train": [], "val": files}, 3).save(folder)
+    Progress(source, {"train": [], "val": files}, 3).save(folder)
     return lambda: load_progress(folder, source)
 
 

@@ -1,4 +1,4 @@
-"""Llama has one loss curve in every phase, its files work with `transformers`, and a model of one's own is a module."""
+"""Llama has one loss curve in every phase, its files work with `transformers`, and a custom model is one module."""
 
 import json
 import os

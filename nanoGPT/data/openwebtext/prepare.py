@@ -2,7 +2,6 @@
 
     python nanoGPT/data/openwebtext/prepare.py
     python nanoGPT/data/openwebtext/prepare.py --max_tokens=50000000        # a small part, for a first try
-    python nanoGPT/data/openwebtext/prepare.py --input='folder/*.parquet'   # your own files, offline
 
 After an interruption, run the command again: it continues after the last complete shard. The first shard is the val
 split.
@@ -12,19 +11,18 @@ import sys
 
 from nanoGPT.files import DATA
 from nanoGPT.job.program import command_line, report_errors
-from nanoGPT.prepare.streaming import SHARD_TOKENS, hub_corpus, parquet_corpus, prepare_stream
+from nanoGPT.prepare.directory import SHARD_TOKENS
+from nanoGPT.prepare.streaming import hub_corpus, prepare_stream
 
 
-def main(input: str | None = None, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:
-    """Prepare OpenWebText, or your own parquet files instead.
+def main(shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:
+    """Prepare OpenWebText.
 
     Args:
-        input: glob pattern of local parquet files with a column `text`; default: download from the hub.
         shard_tokens: tokens per shard file.
         max_tokens: stop after this many tokens.
     """
-    corpus = parquet_corpus(input) if input is not None else hub_corpus("Skylion007/openwebtext")
-    prepare_stream(DATA / "openwebtext", corpus, shard_tokens, max_tokens)
+    prepare_stream(DATA / "openwebtext", hub_corpus("Skylion007/openwebtext"), shard_tokens, max_tokens)
 
 
 if __name__ == "__main__":
