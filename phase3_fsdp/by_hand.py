@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from nanoGPT.distributed.sharding import all_gather, reduce_scatter, row_range
 
+ROOT = 0  # the number of the root unit
+
 
 class Unit:
     """Some parameters of a model that are all-gathered and freed together.
@@ -141,39 +143,39 @@ class HandmadeFSDP:
 
     def _add_hooks(self, number: int, module: nn.Module) -> None:
         """All-gather and free a unit around the forward and the backward pass of its module."""
-        unit, is_root = self.units[number], number == 0
+        module.register_forward_pre_hook(lambda *_: self._before_forward(number))
+        module.register_forward_hook(lambda _module, _inputs, output: self._after_forward(number, output))
+        for param in self.units[number].params:
+            param.register_post_accumulate_grad_hook(lambda _: self._after_gradient(number))
 
-        def before_forward(*_: Any) -> None:
-            unit.wait_for_params()
-            if number + 1 < len(self.units):
-                self.units[number + 1].start_all_gather()  # prefetch
+    def _before_forward(self, number: int) -> None:
+        self.units[number].wait_for_params()
+        if number + 1 < len(self.units):
+            self.units[number + 1].start_all_gather()  # prefetch
 
-        def after_forward(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            if not is_root:
+    def _after_forward(self, number: int, output: Tensor) -> None:
+        if number != ROOT:
+            self.units[number].free()
+        elif not torch.is_grad_enabled():  # no backward pass follows
+            for unit in self.units:
                 unit.free()
-            elif not torch.is_grad_enabled():  # no backward pass follows
-                for each in self.units:
-                    each.free()
-            if output.requires_grad:
-                output.register_hook(before_backward)
+        if output.requires_grad:
+            output.register_hook(lambda _: self._before_backward(number))
 
-        def before_backward(_: Tensor) -> None:
-            unit.wait_for_params()
-            unit.missing_grads = len(unit.params)
-            if number > 1:
-                self.units[number - 1].start_all_gather()  # prefetch
-            if is_root:
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+    def _before_backward(self, number: int) -> None:
+        unit = self.units[number]
+        unit.wait_for_params()
+        unit.missing_grads = len(unit.params)
+        if number > 1:
+            self.units[number - 1].start_all_gather()  # prefetch
+        if number == ROOT:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-        def after_gradient(_: Tensor) -> None:
-            unit.missing_grads -= 1
-            if unit.missing_grads == 0 and not is_root:
-                self._finish(unit)
-
-        module.register_forward_pre_hook(before_forward)
-        module.register_forward_hook(after_forward)
-        for param in unit.params:
-            param.register_post_accumulate_grad_hook(after_gradient)
+    def _after_gradient(self, number: int) -> None:
+        unit = self.units[number]
+        unit.missing_grads -= 1
+        if unit.missing_grads == 0 and number != ROOT:
+            self._finish(unit)
 
     def _finish(self, unit: Unit) -> None:
         """Free a unit after its backward pass, and in the last one of a step reduce its gradients."""

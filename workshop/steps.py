@@ -3,9 +3,13 @@
     python -m workshop.steps phase1_zero1/naive.py phase1_zero1/zero1.py
 
 A function with the same name in both versions is one part of the algorithm. The second version may be several files:
-the given one, and the files next to it that it imports. In IMPLEMENTATION.md, the block between
-`<!-- step:naive.py:zero1.py:_reduce -->` and `<!-- /step -->` contains one function, and
-`python -m workshop.diff phase1_zero1 --write` updates it.
+the given one, and the files next to it that it imports.
+
+`python -m workshop.diff phase1_zero1 --write` updates two kinds of blocks in IMPLEMENTATION.md, both with functions
+without their docstrings:
+
+    <!-- step:naive.py:zero1.py:_reduce --> ... <!-- /step -->                      the difference between two versions
+    <!-- code:buckets.py:Bucket._partition,Bucket._reduce --> ... <!-- /code -->    functions of one file
 """
 
 import ast
@@ -18,26 +22,34 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.program import report_errors
 from workshop.imports import ROOT
 
-BLOCK = re.compile(r"(<!-- step:(\S+?):(\S+?):(\w+) -->\n).*?(<!-- /step -->)", re.DOTALL)
+STEP_BLOCK = re.compile(r"(<!-- step:(\S+?):(\S+?):(\w+) -->\n).*?(<!-- /step -->)", re.DOTALL)
+CODE_BLOCK = re.compile(r"(<!-- code:(\S+?):(\S+) -->\n).*?(<!-- /code -->)", re.DOTALL)
 
 
-def find_functions(path: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return the title and the lines of each function of a file, without its docstring and without special methods."""
+def find_functions(path: Path) -> dict[str, list[str]]:
+    """Return the lines of each function of a file, without its docstring. The keys are names such as `Bucket.wait`."""
     source = path.read_text()
-    functions: dict[str, tuple[str, list[str]]] = {}
+    functions: dict[str, list[str]] = {}
     for parent in ast.walk(ast.parse(source)):
         for node in parent.body if isinstance(parent, ast.Module | ast.ClassDef) else ():
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+            if isinstance(node, ast.FunctionDef):
                 lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
                 if ast.get_docstring(node):
                     docstring = node.body[0]
                     del lines[docstring.lineno - node.lineno : (docstring.end_lineno or 0) - node.lineno + 1]
                 owner = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
-                title = f"{path.name} {owner}{node.name}"
                 # Lines with SOLUTION mark exercises.
-                code = [line[node.col_offset :] for line in lines if not line.endswith("SOLUTION")]
-                functions.setdefault(node.name, (title, code))
+                functions[owner + node.name] = [line[node.col_offset :] for line in lines if "# SOLUTION" not in line]
     return functions
+
+
+def index_by_name(path: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return the title and the lines of each function by its own name, without special methods."""
+    index: dict[str, tuple[str, list[str]]] = {}
+    for name, lines in find_functions(path).items():
+        if "__" not in name:
+            index.setdefault(name.rpartition(".")[2], (f"{path.name} {name}", lines))
+    return index
 
 
 def list_files(path: Path) -> list[Path]:
@@ -59,9 +71,9 @@ def compare(before: Path, after: Path) -> dict[str, str]:
     for path in (before, after):
         if not path.is_file():
             raise ConfigError(f"{path} does not exist: give two files, such as naive.py and zero1.py of phase1_zero1")
-    versions: list[dict[str, tuple[str, list[str]]]] = [find_functions(before), {}]
+    versions: list[dict[str, tuple[str, list[str]]]] = [index_by_name(before), {}]
     for path in reversed(list_files(after)):
-        versions[1] |= find_functions(path)
+        versions[1] |= index_by_name(path)
     diffs = {}
     for name in (name for name in versions[0] if name in versions[1]):
         (old_title, old_lines), (new_title, new_lines) = (version[name] for version in versions)
@@ -76,13 +88,18 @@ def render_steps(text: str, folder: Path) -> str:
     """Return the text of an IMPLEMENTATION.md with updated blocks.
 
     Raises:
-        KeyError: a block names a step that one of the versions does not have.
+        KeyError: a block names a function that its file, or one of the versions, does not have.
     """
 
-    def render_block(match: re.Match[str]) -> str:
+    def render_step(match: re.Match[str]) -> str:
         return f"{match[1]}```diff\n{compare(folder / match[2], folder / match[3])[match[4]]}\n```\n{match[5]}"
 
-    return BLOCK.sub(render_block, text)
+    def render_code(match: re.Match[str]) -> str:
+        functions = find_functions(folder / match[2])
+        code = "\n\n".join("\n".join(functions[name]) for name in match[3].split(","))
+        return f"{match[1]}```python\n{code}\n```\n{match[4]}"
+
+    return CODE_BLOCK.sub(render_code, STEP_BLOCK.sub(render_step, text))
 
 
 if __name__ == "__main__":
