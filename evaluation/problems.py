@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -98,7 +99,8 @@ def is_match(text: str, wanted: str, match: str) -> bool:
     if match == "normalized":
         return text.strip().lower() == wanted.strip().lower()
     numbers = [NUMBER.findall(THOUSANDS.sub("", each.replace("\u2212", "-"))) for each in (text, wanted)]
-    return bool(numbers[0]) and bool(numbers[1]) and float(numbers[0][-1]) == float(numbers[1][-1])
+    # Not as floats: above 2^53 two different integers would be equal.
+    return bool(numbers[0]) and bool(numbers[1]) and Decimal(numbers[0][-1]) == Decimal(numbers[1][-1])
 
 
 def normalize(text: str) -> str:

@@ -25,7 +25,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPT, KVCache, ModelConfig, make_shape
 from nanoGPT.prepare.meta import TokenizerIdentity
-from nanoGPT.prepare.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
+from nanoGPT.prepare.tokenizer import CharTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
 
 
@@ -214,8 +214,8 @@ def sample_tokens(logits: Tensor, temperature: float, top_k: int | None) -> Tens
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None:
-        threshold = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-        logits = logits.masked_fill(logits < threshold, -math.inf)
+        top = logits.topk(min(top_k, logits.size(-1)))
+        logits = torch.full_like(logits, -math.inf).scatter_(1, top.indices, top.values)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1)
 
 
@@ -227,9 +227,14 @@ def main(config: SampleConfig) -> None:
     """
     validate(config)
     device, _ = pick_device(config.device, 0, 1, 1)
-    model, tokenizer, vocab_size = load_model(config.out_dir or choose_run(), device, config.resume_step)
+    source = config.out_dir or choose_run()
+    model, tokenizer, vocab_size = load_model(source, device, config.resume_step)
     model.to(device)
-    prompt = tokenizer.encode(read_start(config.start, tokenizer))
+    start = read_start(config.start, tokenizer)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not is_run(Path(source)):
+        prompt = tokenizer.encode(start, is_input=True)  # as in transformers; our own runs train without such tokens
+    else:
+        prompt = tokenizer.encode(start)
     if not prompt:
         raise ConfigError("--start is empty: give at least one character")
     torch.manual_seed(config.seed)

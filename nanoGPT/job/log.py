@@ -226,6 +226,8 @@ def format_line(line: dict[str, Any]) -> str:
         words.append(f"val loss {line['val_loss']:.4f}")
     if line["grad_norm"] is not None:
         words.append(f"grad norm {line['grad_norm']:.3f}")
+    elif line["loss"] is not None:
+        words.append("no update, because float16 gradients overflow: the loss scale is halved")
     if line["tokens_per_second"] is not None:
         words.append(f"{line['step_ms']:,.0f} ms, {line['tokens_per_second']:,.0f} tokens/s")
     if line["mfu"] is not None:

@@ -116,9 +116,20 @@ class HuggingFaceTokenizer:
         ids = (self.tokenizer.token_to_id(name) for name in self.ENDS)
         self.end_of_text: int | None = next((i for i in ids if i is not None), None)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, is_input: bool = False) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: any text.
+            is_input: whether to add the special tokens with which an input of the model begins. Texts are prepared for
+                training without them.
+        """
         try:
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+            if is_input:
+                full: list[int] = self.tokenizer.encode(text, add_special_tokens=True).ids
+                begins = (i for i in range(len(full)) if full[i : i + len(ids)] == ids)
+                ids = full[: next(begins, 0)] + ids
             return ids
         except Exception as error:  # the package raises Exception itself
             raise ConfigError(f"the tokenizer.json cannot encode the text ({error}): use another one") from None

@@ -32,8 +32,9 @@ def describe_resume(evidence: Evidence) -> str:
     if evidence.checkpoint is None:
         return "there is no complete checkpoint: start again"
     newest = int(evidence.checkpoint.name.removeprefix("step-"))
-    steps = [line["step"] for line in evidence.metrics if line.get("loss") is not None]
-    lost = max(0, max(steps, default=newest - 1) + 1 - newest)
+    done = [line["step"] + 1 for line in evidence.metrics if line.get("loss") is not None]
+    done += [beat.get("step", 0) for beat in evidence.heartbeats.values()]  # not every step is logged
+    lost = max(0, max(done, default=newest) - newest)
     return f"--init_from=resume --out_dir={evidence.folder} continues after {newest} updates; {lost} step(s) are lost"
 
 

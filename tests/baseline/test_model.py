@@ -130,6 +130,7 @@ def test_sampling_follows_temperature_and_top_k():
     frequencies = sample_tokens(logits, 0.5, 2).flatten().bincount(minlength=4) / 20_000
     assert frequencies.tolist() == pytest.approx([0.09 / 0.25, 0, 0.16 / 0.25, 0], abs=0.02)
     assert (sample_tokens(logits, 0.0, None) == 2).all() and (sample_tokens(logits, 5.0, 1) == 2).all()
+    assert len(sample_tokens(torch.ones(1000, 4), 1.0, 2).unique()) == 2  # also of tokens that are equally likely
 
 
 def test_dropout_follows_the_micro_batch():

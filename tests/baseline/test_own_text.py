@@ -19,7 +19,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.prepare import directory, own_text
 from nanoGPT.prepare.meta import make_json_identity
 from nanoGPT.prepare.own_text import OwnText, prepare_own_text
-from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, load_tokenizer
+from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, HuggingFaceTokenizer, load_tokenizer
 from tests.helpers.datasets import prepare_twice_at_once
 from tests.helpers.programs import DEADLINE
 from tests.helpers.training import tiny, train
@@ -260,6 +260,19 @@ def test_equal_tokenizers_have_equal_hashes(tmp_path):
         else:
             other["added_tokens"][0]["content"] = "<|other|>"
         assert make_json_identity(json.dumps(other))["sha256"] != make_json_identity(text)["sha256"]
+
+
+def test_an_input_begins_with_the_special_tokens_of_its_model(tmp_path):
+    """Models of Hugging Face expect such tokens before a prompt. A text for training is encoded without them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    content = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json")))
+    assert HuggingFaceTokenizer(content.to_str()).encode("rose", is_input=True) == content.encode("rose").ids
+    content.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer = HuggingFaceTokenizer(content.to_str())
+    text = tokenizer.encode("rose")
+    assert 0 not in text and tokenizer.encode("rose", is_input=True) == [0, *text]
 
 
 def test_settings_for_inputs_of_a_model_do_not_cut_the_text(tmp_path, data, capsys):

@@ -116,6 +116,7 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         ("-5", "1e-05", "numeric", False),
         ("0.5", ".5", "numeric", True),
         ("x = 1,2", "2", "numeric", True),
+        ("9007199254740993", "9007199254740992", "numeric", False),  # equal as floats
         ("10-5", "5", "numeric", True),
         ("it is \u22125", "-5", "numeric", True),
         ("\u0915\u093e", "\u0915\u0940", "normalized", False),  # Hindi: only the vowel sign differs
