@@ -33,6 +33,20 @@ def ring_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
     return (2 if kind == "all-reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
 
 
+def tokens_to_hide(flops: float, bandwidth: float, moved: int, computed: int) -> float:
+    """Return how many tokens of a micro-batch take as long to compute as the parameters take to communicate.
+
+    With more tokens per rank, the computation of a unit hides the communication of the next one.
+
+    Args:
+        flops: FLOP/s that matrix products reach on a rank.
+        bandwidth: bytes/s of the slowest link of the ring, in one direction.
+        moved: bytes per parameter on the link, such as 2 for an all-gather in bf16.
+        computed: FLOPs per parameter and token: 2 in the forward pass, 4 in the backward pass.
+    """
+    return moved / bandwidth * flops / computed
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors on this rank. Shared storage counts once; a sharded tensor counts with its shard."""
     storages = {}

@@ -206,9 +206,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def grad_norm(grads: Sequence[Tensor], sharded_over: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the global 2-norm of the gradients, accumulated in fp64.
-
-    In fp32 the result would depend on how the gradients are sharded.
+    """Return the global 2-norm of the gradients.
 
     Args:
         grads: the gradients of this rank, full or sharded.
@@ -218,7 +216,8 @@ def grad_norm(grads: Sequence[Tensor], sharded_over: dist.ProcessGroup | None = 
     Returns:
         A scalar on the device of the gradients, the same on every rank.
     """
-    dtype = torch.float32 if grads and grads[0].device.type == "mps" else torch.float64  # MPS has no fp64
+    # In fp32 the result would depend on how the gradients are sharded. MPS has no fp64.
+    dtype = torch.float32 if grads and grads[0].device.type == "mps" else torch.float64
     norms = torch._foreach_norm(list(grads), 2, dtype) if grads else [torch.zeros((), dtype=dtype)]
     squares = torch.stack(norms).square().sum()
     if sharded_over is not None:

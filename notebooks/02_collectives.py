@@ -1,20 +1,21 @@
 # %% [markdown]
 # # 2. Collectives: what the ranks send
 #
-# *40 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. You can read this notebook before notebook 3.*
+# *50 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. You can read this notebook before notebook 3.*
 #
 # Every technique of this repository uses the same few collectives. DDP all-reduces gradients. ZeRO-1 reduce-scatters
 # them and all-gathers parameters. FSDP all-gathers parameters twice. In this notebook you look inside: you run the
 # collectives with send and receive only, and count every byte.
 #
-# We test five claims:
+# We test six claims:
 #
 # - **In a ring, a rank sends 2n(N-1)/N bytes for an all-reduce of n bytes. This is less than 2n for any number of
 #   ranks N.**
 # - **An all-reduce is a reduce-scatter followed by an all-gather.**
 # - **All ranks get exactly the same sum. Its last digits can differ from the sum that a single process computes.**
 # - **Collectives match by the order of their calls. A wrong order gives a hang, or wrong numbers without an error.**
-# - **Two numbers explain the time of a collective: a latency per step, and a bandwidth.**
+# - **Two numbers, a latency per step and a bandwidth, predict roughly how long a collective takes.**
+# - **Data parallelism is a mean of gradients. When it is computed decides how long the ranks wait for it.**
 #
 # Open `workshop/collectives.py` next to this page. It has five short functions. You need no GPU.
 
@@ -24,10 +25,12 @@ import time
 import torch
 import torch.distributed as dist
 
+from nanoGPT.model import GPT, GPTConfig
 from workshop import collectives
 from workshop.collective_times import fit_latency_and_bandwidth, measure_all_reduces, predict_seconds
 from workshop.lessons.collective_pictures import draw_fits, draw_traces
 from workshop.lessons.collectives import count_bytes_of_sends, print_fits, print_sent_bytes, trace_reduce_scatter
+from workshop.lessons.ddp import measure_versions, print_versions
 from workshop.ranks import RankFailed, run_on_ranks
 
 RANKS = 4
@@ -169,9 +172,12 @@ for N in (2, 3, 4, 16):
 # With two ranks both versions send n bytes. From three ranks on, the ring sends less.
 #
 # The ring also has a cost: an all-reduce takes 2(N-1) steps, one after another, and each step has a *latency*: a time
-# that even an empty message needs. For small tensors on many ranks, the latency decides. NCCL then uses trees, which
-# need fewer steps. *Buckets* are another remedy. A bucket is one large tensor that contains many gradients. One
-# collective for a bucket pays the latency once, and not once per parameter.
+# that even an empty message needs. For small tensors on many ranks, the latency decides. For an all-reduce, NCCL then
+# uses trees, which need fewer steps. ZeRO and FSDP use reduce-scatters and all-gathers. For these NCCL has rings, and
+# in newer versions other algorithms for some networks. Their latency in a ring grows with the number of ranks, so FSDP
+# over thousands of ranks needs smaller groups (hybrid sharding, notebook 6). *Buckets* are another remedy. A bucket is
+# one large tensor that contains many gradients. One collective for a bucket pays the latency once, and not once per
+# parameter.
 #
 # ## d. The same sum on all ranks
 #
@@ -263,7 +269,7 @@ for rank, (ones, tens) in enumerate(run_on_ranks(reduce_in_two_orders, RANKS)):
 #
 # ## g. How long does it take?
 #
-# You will measure the time of an all-reduce for eight sizes, and explain all of them with two numbers.
+# You will measure the time of an all-reduce for eight sizes, and see how well two numbers predict all of them.
 #
 # A step of the ring needs a fixed time, even for an empty tensor: the *latency*, alpha. Each byte needs further time,
 # which is one over the *bandwidth*. With the steps and the volume of section (c):
@@ -288,16 +294,17 @@ for ranks in (2, 4):
         seconds[ranks, name] = [max(times) for times in slowest_rank]
 
 fits = {(ranks, name): fit_latency_and_bandwidth(SIZES, times, ranks) for (ranks, name), times in seconds.items()}
-print_fits(seconds, fits)
+print_fits(SIZES, seconds, fits)
 
 # %%
 draw_fits(SIZES, seconds, fits)
 
 # %% [markdown]
 # The curve is flat on the left: for small tensors only the latency counts, and 256 bytes take about as long as 16 KB.
-# On the right it becomes a straight line: only the bandwidth counts. Two numbers describe eight sizes, of which the
-# largest is 16,384 times the smallest. (The measured times scatter around the line, because other programs use the
-# processor too. Large tensors do not fit into its caches, and take somewhat longer.)
+# On the right it becomes a straight line: only the bandwidth counts. The last column of the table says how far the
+# model is wrong: the largest ratio between a measured and a predicted time. The largest tensor has 16,384 times as many
+# bytes as the smallest, so two numbers explain most of it, but not all. Large tensors do not fit into the caches of the
+# processor, and with more ranks than cores the ranks wait for each other's turn.
 #
 # gloo's own all-reduce sends as many bytes, and it is faster for small and for large tensors: it is written in C++, and
 # our ring starts every step from Python.
@@ -319,6 +326,48 @@ for (ranks, name), fit in fits.items():
 # Both send the same bytes, but a bucket pays the latency once. This is why DDP and `Zero1Optimizer` use buckets, and
 # why FSDP all-gathers a block and not a layer at a time.
 #
+# ## h. Data parallelism by hand, three times
+#
+# You will build data parallelism from an all-reduce, and see why torch's DDP is written as it is.
+#
+# Every rank computes the gradients of its own micro-batch. All ranks then need the mean of these gradients, so that all
+# of them make the same update. `workshop/ddp.py` has three versions. Open it:
+#
+# 1. `average_each` all-reduces one gradient after another, when the backward pass has ended.
+# 2. `average_in_buffer` copies all gradients into one flat buffer, and all-reduces it once.
+# 3. `OverlappedAverage` has several buckets. A hook starts the all-reduce of a bucket when its last gradient is
+#    complete. The backward pass continues with earlier layers, and `wait` waits for what is left.
+#
+# **Predict first:** the model has 100 parameter tensors and 3.2 MB of gradients per rank. How many bytes does each
+# version send? Which one waits longest after the backward pass, and which one almost not at all?
+
+# %%
+SHAPE = GPTConfig(n_layer=8, n_head=4, n_embd=128, block_size=64, vocab_size=75)
+
+
+def make_model() -> GPT:
+    model = GPT(SHAPE)
+    model.init_weights(0)
+    return model
+
+
+generator = torch.Generator().manual_seed(0)
+tokens = torch.randint(SHAPE.vocab_size, (RANKS, 2, 2, 64), generator=generator)  # for each rank: x and y, each (2, 64)
+for ranks in (2, 4):
+    print(f"{ranks} ranks")
+    versions = run_on_ranks(measure_versions, ranks, make_model, [(x, y) for x, y in tokens])
+    print_versions(versions, gradient_bytes=4 * SHAPE.count_params())
+
+# %% [markdown]
+# All versions send the same bytes and give the same gradients. The first one pays the latency of a hundred collectives
+# and is slowest by far. The buffer pays it once, but all ranks wait for it after the backward pass. With several
+# buckets this wait almost disappears: most of the communication happens during the backward pass. (DDP waits inside of
+# its backward pass, so its column shows 0.)
+#
+# On these CPUs a step with overlap is not always faster than one with a single buffer, because gloo needs the same
+# cores as the backward pass. A GPU has separate engines for both. Communication is then hidden as long as it takes less
+# time than the backward pass.
+#
 # ## To take home
 #
 # 1. A collective is a pattern of sends and receives in which all ranks take part.
@@ -332,6 +381,7 @@ for (ranks, name), fit in fits.items():
 # 8. All ranks get the same bits, because each chunk is completed on one rank.
 # 9. The order of additions depends on N, so the last digits do as well.
 # 10. Collectives match by the order of their calls. A wrong order hangs, or it silently gives wrong numbers.
+# 11. DDP all-reduces buckets of gradients during the backward pass, in one order on all ranks.
 #
 # ## Exercises
 #
@@ -344,6 +394,8 @@ for (ranks, name), fit in fits.items():
 # | `collectives.2` | write the all-gather |
 # | `collectives.3` | compose the all-reduce, for any length |
 # | `collectives.4` | write the broadcast |
+# | `ddp.1` | average all gradients in one buffer |
+# | `ddp.2` | average them during the backward pass |
 # | `memory.3` | predict the volume |
 #
 # **1. A broadcast in chunks.** The broadcast of (c) sends n bytes from rank to rank, and the last rank waits for N - 1
@@ -367,6 +419,8 @@ for (ranks, name), fit in fits.items():
 #
 # Node by node, only the links 3 -> 4 and 7 -> 0 are slow. In each step one chunk crosses in each direction. If the
 # ranks alternate, all 8 links are slow, and 4 chunks at a time must cross in each direction. The shared connection
-# decides the time of a step, so the first numbering is 4 times faster. This is why launchers number ranks node by node.
+# decides the time of a step, so the first numbering is 4 times faster. NCCL finds the nodes itself, and orders its rings
+# node by node. Groups of consecutive ranks still matter: tensor parallelism and the shard groups of hybrid FSDP should
+# lie within one node.
 #
 # </details>

@@ -264,7 +264,7 @@ for rank, (events, (a, b)) in enumerate(run_on_ranks(train_two_parameters, 2)):
 # You will check that ZeRO-1 computes exactly the same update as AdamW, and measure how much the simplest implementation
 # communicates.
 #
-# Read `phase1_zero1/naive.py`, which is one page. Each parameter has an *owner*. A step all-reduces every gradient,
+# Read `phase1_zero1/naive.py`, which is short. Each parameter has an *owner*. A step all-reduces every gradient,
 # lets AdamW update the parameters that this rank owns, and broadcasts each parameter from its owner to the other ranks.
 #
 # Is this still AdamW? We train on the same 4 ranks with `NaiveZero1Optimizer`, and with plain AdamW over all parameters

@@ -117,7 +117,7 @@ assert bytes_moved / BANDWIDTH > 5 * flops / SCALAR_FLOPS
 # Adding offsets to the pointer gives the addresses of other elements.
 #
 # The syntax is short: `@triton.jit` turns a function into a kernel, and `kernel[(3,)](...)` launches 3 programs. An
-# argument marked `tl.constexpr` is a constant at compile time. A *lane* is one position in a tile.
+# argument marked `tl.constexpr` is a constant at compile time. A *lane* is one element of a tile here.
 #
 # **Predict first:** x has the shape (3, 4). Count its elements from 0. Which elements does each program load, and what
 # are the three means?
@@ -743,9 +743,9 @@ assert all(is_accurate(dw, sum_in_order(terms), exact) for dw in (*atomic_sums, 
 # rows cost one small matrix, and their result is always the same.
 #
 # The result is the same only for a fixed number of programs. Phase 2 therefore does not derive this number from the GPU
-# at hand. The number is a constant in `kernels/configs.json`, one per architecture. An architecture without its own
-# entry uses the entry `cuda`. Its 264 programs are the programs resident per SM (streaming multiprocessor) times the
-# number of SMs: 2 times 132 on an H100.
+# at hand. The number is a constant in `kernels/configs.json`, one per architecture: the programs whose registers fit on
+# one SM (streaming multiprocessor) at the same time, multiplied by the number of SMs. An H100 has 132 SMs. An
+# architecture without its own entry uses the entry `cuda`.
 
 # %%
 from phase2_triton.kernels.core import load_config_table
@@ -988,9 +988,14 @@ draw_roofline(points, h100, ALTERNATIVES)
 #
 # The plot helps you to decide which kernels to write. On the sloped part only bytes matter, so fuse operations and keep
 # intermediate values in registers, as in section (a). But `torch.compile` already fuses neighboring operations, so a
-# custom kernel gains little over a compiled model there. On the flat part only the tensor cores matter. The large gains
-# come from *other algorithms*: attention that never stores its scores, and a loss head that never stores all its
-# logits.
+# custom kernel gains little over a compiled model there. On the flat part the tensor cores limit a matrix product.
+#
+# Attention has a third limit that the plot does not show: its exponentials. An H100 computes about 250 times fewer of
+# them per second than FLOPs in its tensor cores. With heads of 64 channels they take about as long as the products
+# (FlashAttention-3), so attention is slower than its point in the plot, and not limited by memory.
+#
+# The large gains come from *other algorithms*: attention that never stores its scores, and a loss head that never stores
+# all its logits.
 #
 # **Predict first:** in bfloat16, how many bytes do all scores of one block need? How many do all logits need?
 
@@ -1060,7 +1065,8 @@ assert max_difference < 1e-4 and kernel_names == torch_names and torch_losses[-1
 #
 # ## To take home
 #
-# 1. LayerNorm is limited by memory. Eager torch operations move the size of x ten times, and one kernel moves it twice.
+# 1. LayerNorm is limited by memory. Written as separate operations it moves the size of x ten times, and as one kernel
+#    twice. PyTorch's own `F.layer_norm` is already one kernel.
 # 2. A kernel runs as many programs. A GPU runs them in no guaranteed order.
 # 3. Rows that do not fill a tile need masks. Guard bands of NaN reveal reads and writes out of bounds.
 # 4. A masked lane needs a value that does not change the next operation: 0 for a sum, minus infinity for a maximum.

@@ -180,10 +180,13 @@ assert all(compute_max_difference(rank["weights"], reference) < 1e-6 for rank in
 # Each step all-gathers every weight twice and reduces its gradient once. AdamW updates each element independently. It
 # receives 3 × 8 and 1 × 12 elements, stores moments for these, and needs no communication.
 #
-# This is the complete idea of FSDP. `fully_shard` of PyTorch applies it to a module from outside: hooks before and
-# after forward and backward all-gather and free the weights. The parameters that are all-gathered and freed together
-# form a *unit*. In the next cell each linear layer is a unit. Call `fully_shard` on the outer model last, so that it
-# finds the units inside.
+# This is the complete idea of FSDP. `phase3_fsdp/by_hand.py` does it for any module, in about 130 lines: hooks before
+# and after forward and backward all-gather and free the weights. The parameters that are all-gathered and freed
+# together form a *unit*. [The note of phase 3](../phase3_fsdp/IMPLEMENTATION.md) builds it step by step.
+#
+# PyTorch's own version is `fully_shard`, also called FSDP2. (FSDP1 is the older class `FullyShardedDataParallel`, which
+# many web pages describe. It has other options.) In the next cell each linear layer is a unit. Call `fully_shard` on
+# the outer model last, so that it finds the units inside.
 #
 # **Predict first:** which type do the parameters have afterwards? Do the numbers change?
 
@@ -278,7 +281,8 @@ fsdp_pictures.draw_layout(layout)
 #
 # - Each rank computes M = 2 micro-batches per step.
 # - Each block is all-gathered in the forward pass and again in the backward pass.
-# - The root is all-gathered once per micro-batch, because its backward pass follows directly after its forward pass.
+# - The root is all-gathered once per micro-batch. Its forward pass begins first and its backward pass ends last, so it
+#   stays all-gathered from the start of the forward pass to the end of the backward pass.
 # - Gradients are reduced once per step.
 # - P is 204,032, and 6,912 of these parameters belong to the root.
 #
@@ -415,8 +419,11 @@ fsdp_pictures.draw_gathered_bytes(variants)
 # 3. Block 0 frees its parameters (1 block), the buffer of block 1 arrives (2), and the copy-out adds the parameters
 #    of block 1 (3). Torch frees the buffer of block 0 only after this. On a GPU this lets the copy-out of one block overlap
 #    with the all-gather of the next block.
-# 4. In the backward pass torch frees a buffer right after its copy-out. By default it also prefetches the block that
-#    comes next. While a block computes, its parameters and the buffer of the next block both exist: 2 blocks.
+# 4. In the backward pass torch frees a buffer right after its copy-out. It also prefetches the block that comes next.
+#    While a block computes, its parameters and the buffer of the next block both exist: 2 blocks.
+#
+# On a GPU the forward pass overlaps too, without any option. The CPU runs ahead of the GPU, and starts the all-gather
+# of the next block on another stream while the current block computes.
 #
 # Block 3 is freed after its forward pass and all-gathered again directly afterwards. This all-gather could be avoided.
 #
@@ -466,7 +473,7 @@ draw_memory_bars(bars, "Peak memory of a step", "MB per rank")
 # %%
 from workshop.lessons.fsdp import print_saved_activations
 
-B, T, C = 8, 64, 128  # larger than above, so that the measured time is not only Python overhead
+B, T, C = 8, 64, 256  # larger than above, so that the measured time is not only Python overhead
 larger_shape = GPTConfig(n_layer=4, n_head=2, n_embd=C, block_size=T, bias=False, vocab_size=shape.vocab_size)
 print_saved_activations(larger_shape, B, T)
 
@@ -476,17 +483,17 @@ print_saved_activations(larger_shape, B, T)
 # column shows which of them remain with activation checkpointing (recomputation):
 #
 # - `full` saves only the input of the block. The backward pass first runs the forward pass of the block again.
-# - `selective` saves the input and the outputs of matrix products. The backward pass recomputes everything else,
-#   including attention. PyTorch calls this selective activation checkpointing.
+# - `selective` saves the input, and what is expensive to compute: the outputs of matrix products and of attention. The
+#   backward pass recomputes the rest, normalization and GELU. PyTorch calls this selective activation checkpointing.
+#   (With dropout, attention is recomputed too, because it draws dropout masks.)
 # - `every_2` applies `full` to every second block.
 #
 # Do not confuse `selective` with the selective recomputation of Korthikanti et al. (2022). Their method recomputes only
 # the attention core (scores, softmax, dropout, and the product with the values) and saves the rest.
 #
-# **Predict first:** how many of the 16 BTC remain for a block with `full`, and how many with `selective`? (The saved
-# matrix products are `c_attn`, `c_fc` and the two `c_proj`. The outputs of the two `c_proj` are not in the list above,
-# because the backward pass does not need them. `selective` saves them anyway, because it saves the output of every
-# matrix product.) A forward pass takes half the FLOPs of a backward pass. How much longer does a step take with `full`,
+# **Predict first:** how many of the 16 BTC remain for a block with `full`, and how many with `selective`? (The matrix
+# products are `c_attn`, `c_fc` and the two `c_proj`. The outputs of the two `c_proj` are not in the list above, because
+# the backward pass does not need them. `selective` saves them anyway, to recompute what follows.) A forward pass takes half the FLOPs of a backward pass. How much longer does a step take with `full`,
 # at most?
 
 # %%
@@ -514,14 +521,12 @@ assert is_same
 
 # %% [markdown]
 # Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of the time
-# without checkpointing. `every_2` adds half of that, at most 7/6. `selective` recomputes attention and elementwise
-# operations, but none of the large matrix products. By FLOPs it should be the fastest of the three.
+# without checkpointing. `every_2` adds half of that, at most 7/6. `selective` recomputes almost no FLOPs. Two other costs
+# remain: elementwise operations are limited by memory bandwidth, and a Python function decides for every operator
+# whether to save its output. In a model with few channels this function takes longer than what it saves.
 #
-# The measurement shows the opposite. **In our runs `selective` is slower and needs more memory than `every_2`**: it
-# saves 10 BTC per block, and `every_2` saves 8.5 on average. Two costs are missing in the FLOP count: elementwise
-# operations are limited by memory bandwidth, and a Python function decides for every operator whether to save its
-# output. For this model on a CPU, `every_2` is the better choice. On a GPU or for a larger model the order of the times
-# may change, so measure your own model.
+# So `selective` costs little time, and `every_2` saves more memory: 8.5 BTC per block on average, against 11. Which one
+# is better depends on the model and the hardware, so measure your own model.
 #
 # With `full` each block saves one tensor of (B, T, C). The embeddings, the last LayerNorm and the head save the same
 # tensors in every mode.
@@ -680,8 +685,8 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 
 # %% [markdown]
 # DDP communicates 2P(N-1)/N elements per rank and stores 16P bytes, as notebook 3 measured. Its volume does not depend
-# on M, because it all-reduces once per step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost less communication than many
-# small ones. With M = 1 FSDP sends 1.5 times as much as DDP.
+# on M, because it all-reduces once per step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost
+# less communication than many small ones. With M = 1 FSDP sends 1.5 times as much as DDP.
 #
 # - The default sends most and stores least.
 # - Without resharding after the forward pass, a rank sends 40% less. In return all blocks are unsharded at once.
@@ -691,6 +696,20 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 #
 # As in notebook 3, the cell counts calls and tensor sizes, and computes the volume with the formula of the ring
 # algorithm. gloo sends more.
+#
+# **And the version by hand?** `by_hand.py` has about 130 lines. **Predict first:** which of its numbers are equal to
+# those of `fully_shard`, and which differ: the bytes that it all-gathers and reduce-scatters, its peak memory, the time
+# of a step, the losses?
+
+# %%
+from workshop.lessons.by_hand import compare_with_fully_shard, print_versions
+
+print_versions(run_on_ranks(compare_with_fully_shard, 2, larger_shape)[0])
+
+# %% [markdown]
+# Both send the same bytes and compute the same loss. Their peaks differ by a few percent, and on CPUs a step takes about
+# as long. On a GPU, `fully_shard` also overlaps its copies, on streams of their own, and the version by hand waits for
+# them.
 #
 # ## h. The same loss curve
 #
@@ -751,12 +770,13 @@ print_loss_curves(curves, baseline=curves["one process, not sharded"])
 #
 # 1. FSDP all-gathers the weights of a unit, computes, frees them, and reduce-scatters the gradients.
 # 2. Each rank stores 16P/N bytes of model state, and AdamW updates the local rows without communication.
-# 3. With M micro-batches, a rank all-gathers M(2P - P_root) elements and reduce-scatters P, times (N-1)/N. DDP needs
-#    2P(N-1)/N.
+# 3. With M micro-batches per rank, a rank all-gathers M(2P - P_root) elements, times (N-1)/N. It reduce-scatters P
+#    elements and accumulates full gradients, 4P bytes. Or it reduces after each micro-batch: MP elements, and no full
+#    gradients. DDP sends 2P(N-1)/N elements.
 # 4. By default, the full parameters and flat buffers need at most 3 blocks and the root, for any number of blocks.
 # 5. Without resharding, a rank sends less, but all blocks are unsharded at once.
 # 6. Activations do not shrink with more ranks. Activation checkpointing reduces them, and costs compute.
-# 7. A block saves 16 B T C numbers; `selective` saves 10 of them, and `full` only 1.
+# 7. A block saves 16 B T C numbers; with `selective` 11, and with `full` only 1.
 # 8. Use `use_reentrant=False`. The reentrant form fails with DDP, and gives wrong gradients with FSDP if a block is
 #    used twice.
 # 9. Draw initial weights by parameter and chunk. With one seed for all ranks, the shards of different ranks are equal.

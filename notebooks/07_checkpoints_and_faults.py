@@ -222,7 +222,9 @@ print("verify_files:", reason)
 assert reason == "the hash of __1_0.distcp differs from the one in the manifest"
 
 # %% [markdown]
-# PyTorch loads its sharded files without a checksum, so it reports no error.
+# The file does have a checksum. A `.distcp` file stores each tensor as a record of a zip archive, with a CRC-32, and
+# Python's `zipfile` finds the damaged record. But torch is built so that it does not check the CRC-32 when it loads, and
+# reports no error.
 #
 # **Predict first:** what is the loss of the model that was loaded? And what is the loss if we flip one of the 23 bits
 # of the number's fraction instead?
@@ -630,10 +632,10 @@ for rank in range(2):
 assert message.startswith("rank 1 has made no progress for") and "ranks waited for it" in message
 
 # %% [markdown]
-# The rank at fault is the rank that has made the least progress. Progress is the `step`, and then `places`, a count of
-# the code positions that all ranks pass in the same order. If multiple ranks have made the least progress, the rank at
-# fault is one that does not wait for other ranks. Here both ranks have passed the same number of places. Rank 0 waits
-# in a collective, and rank 1 does not.
+# The rank at fault is the rank that has made the least progress. Progress is the `step`, and then `stages_entered`, a
+# count of the stages that all ranks enter in the same order. Several ranks can have made the least progress. Then the
+# rank at fault is one of them that does not wait for others. Here both ranks have entered the same number of stages.
+# Rank 0 waits in a collective, and rank 1 does not.
 #
 # The stacks show where the bug is.
 
@@ -659,8 +661,8 @@ assert stacks[0][0].startswith("distributed/distributed_c10d.py") and "unshard" 
 # ## To take home
 #
 # 1. Each rank writes its shards into a separate file. The index records where each chunk is.
-# 2. PyTorch's sharded files have no checksum: a flipped bit loads without an error. The SHA-256 in the manifest detects
-#    it.
+# 2. PyTorch does not check the checksums in its sharded files: a flipped bit loads without an error. The SHA-256 in the
+#    manifest detects it.
 # 3. Do not overwrite a checkpoint in place. A kill can leave a mix of two steps, which loads without an error.
 # 4. Write into a temporary directory, write the manifest last, then rename. The rename decides whether the checkpoint
 #    counts.

@@ -1,17 +1,19 @@
 # %% [markdown]
 # # 10. Will it fit?
 #
-# *35 minutes. Read [notebook 6](06_fsdp.ipynb) first, for FSDP units and activation checkpointing.*
+# *45 minutes. Read [notebook 6](06_fsdp.ipynb) first, for FSDP units and activation checkpointing.*
 #
 # A job on 64 GPUs waits for a day in the queue, starts, and runs out of memory in its third step. You could have known
 # it before. **How much memory does a training step need on each rank, and what do you change first if it is too much?**
 #
-# You test four claims:
+# You test five claims:
 #
 # - **Formulas that you can compute by hand give the memory of a rank to about 10%, or 20% with activation
 #   checkpointing.**
-# - **A trace on fake tensors gives it to 1% for ZeRO-1 and FSDP, for any number of GPUs, on a laptop.**
+# - **A trace on fake tensors gives it on a laptop, for any number of GPUs. For ZeRO-1 and FSDP on CPU ranks it is within
+#   1% of what our counter measures.**
 # - **The best way to save memory depends on what fills it: model state or activations.**
+# - **A micro-batch with enough tokens hides FSDP's communication. The number does not depend on the model.**
 # - **Generating text needs other formulas: weights and the key-value cache.**
 #
 # Open `phase3_fsdp/activation_bytes.py` and `bench/plan/trace.py` next to this page. `make plan` computes all of this
@@ -76,8 +78,12 @@ draw_memory_bars(
 
 # %% [markdown]
 # **20 billion parameters need 320 GB with DDP, on every rank.** More ranks do not help: each one stores all 320 GB.
-# ZeRO-1 approaches 160 GB with many ranks, and ZeRO-2 approaches 80 GB, so neither fits on any number of these GPUs.
-# Only FSDP has no lower limit.
+# In this layout ZeRO-1 approaches 160 GB with many ranks, and ZeRO-2 approaches 80 GB, so neither fits on any number of
+# these GPUs. Only FSDP has no lower limit.
+#
+# This is a property of parameters and gradients in fp32, as in this repository. The ZeRO paper stores both in 16 bits,
+# and a master copy with the moments in fp32 (notebook 9). In that layout ZeRO-2 needs 2P + 14P/N bytes: 75 GB on 8 ranks
+# and 57.5 GB on 16. It fits.
 #
 # The job needs at least 5 ranks with FSDP: 64 GB of model state on each, and 16 GB for everything else. (On 4 ranks,
 # the model state alone would fill the 80 GB.) On 8 ranks it is 40 GB, and on 16 ranks 20 GB.
@@ -125,7 +131,7 @@ for mode in ("none", "selective", "every_2", "full"):
 #
 # ```
 # memory of a rank  =  model state            16P, 8P + 8P/N, or 16P/N bytes
-#                   +  all-gathered units     FSDP: at most root + 2 blocks, in the dtype of the computation
+#                   +  all-gathered units     FSDP: root + 2 blocks, in the dtype of the computation
 #                   +  copies of the weights  DDP and ZeRO-1 with autocast: 2P
 #                   +  activations            16 L B T C numbers, and B T V x 4 bytes of the head
 #                                             with full checkpointing: L B T C numbers instead of 16 L B T C
@@ -242,9 +248,13 @@ draw_memory_bars(
 # the temporary tensors of the backward pass. With this small vocabulary they are a few times (B, T, 4C), and the
 # formula omits them.
 #
-# The trace is within 1% for ZeRO-1 and FSDP, because it runs the real code. For DDP the trace is higher than the
-# measurement, and the estimate too. DDP allocates its buckets when it starts, but the ledger counts a bucket only from
-# the first gradient in it. The trace counts all buckets from the first gradient, and the formula counts them always.
+# The trace is within 1% for ZeRO-1 and FSDP, because it runs the real code. For DDP both predictions are right, and the
+# measurement is too low: DDP allocates its buckets when it starts, but the ledger notices a bucket only at the first
+# gradient in it.
+#
+# All three count tensors. A GPU needs more: the CUDA context, buffers of NCCL and cuBLAS, and memory that the allocator
+# cannot use because it is fragmented, together often 1 to 4 GB. Nobody has compared this prediction with a GPU yet, so
+# leave about 10% of the memory free.
 #
 # Does the formula also hold for a large vocabulary, in bf16? A laptop cannot run such a model on 8 ranks, but it can
 # trace it:
@@ -311,7 +321,9 @@ for job, (shape, batch_size) in JOBS.items():
 # first:
 #
 # 1. **Activations, or the tensors of the head, are largest?** First use a smaller micro-batch with more accumulation.
-#    The losses are then similar, but not equal, because another micro-batch size draws other sequences. Then use
+#    The losses are then similar, but not equal, because another micro-batch size draws other sequences. With FSDP also
+#    set `--fsdp_sync_every_micro_batch=True`: otherwise the second micro-batch of a rank costs 4 bytes per parameter,
+#    for full gradients, and the change can need more memory than before. Then use
 #    `--kernels=loss` (it never stores all logits), then activation checkpointing, which costs about a third more
 #    compute.
 # 2. **Model state is largest?** First use ZeRO-1, which communicates no more than DDP. Then FSDP, then more GPUs.
@@ -319,7 +331,47 @@ for job, (shape, batch_size) in JOBS.items():
 #
 # If a run does run out of memory, the trainers print this list for your run, with the bytes that each flag would free.
 #
-# ## e. Generating text: weights and the key-value cache
+# ## e. Is the communication hidden?
+#
+# You will compute how large a micro-batch must be, so that FSDP does not wait for the network.
+#
+# While a block computes, FSDP all-gathers the next one. On the link, each parameter needs 2 bytes in bf16, whatever the
+# batch. In the forward pass, each parameter needs 2 FLOPs for *every token*. So the computation grows with the tokens
+# of a rank, and the communication does not:
+#
+# ```
+# time on the link      =  2 bytes / bandwidth                 per parameter
+# time of computation   =  2 FLOPs x tokens / (FLOP/s)         per parameter
+# both are equal for       tokens = (FLOP/s) / bandwidth
+# ```
+#
+# The backward pass needs 4 FLOPs per parameter and token. It moves 2 bytes for the all-gather, and 4 bytes for the
+# reduce-scatter in fp32.
+#
+# **Predict first:** an H100 reaches about 400 TFLOP/s in matrix products. NVLink moves about 400 GB/s, and a network of
+# 400 Gbit/s per GPU 50 GB/s. How many tokens per micro-batch hide the all-gather in each case? Does the size of the
+# model matter?
+
+# %%
+from nanoGPT.costs import tokens_to_hide
+
+print("tokens per rank and micro-batch   forward   backward with reduction")
+for name, bandwidth in (("NVLink, 400 GB/s", 400e9), ("network, 50 GB/s", 50e9)):
+    forward, backward = tokens_to_hide(400e12, bandwidth, 2, 2), tokens_to_hide(400e12, bandwidth, 6, 4)
+    print(f"{name:31} {forward:9,.0f} {backward:25,.0f}")
+assert round(tokens_to_hide(400e12, 50e9, 2, 2)) == 8000
+
+# %% [markdown]
+# Within a node, one sequence of 1,024 tokens is enough for the forward pass. Over the network it takes 8 sequences, and
+# 12 for the backward pass. With fewer tokens the GPU waits for part of each all-gather. The model's size does not
+# matter, because both times are proportional to the number of parameters. (Scores of attention and elementwise
+# operations lengthen the computation, and with small units the latency counts.)
+#
+# This is why FSDP needs large micro-batches, and why `--fsdp_shard_size=node` helps between slow nodes: its all-gathers
+# stay within a node. `make plan` prints both numbers for your GPUs. Activation checkpointing makes room for more tokens,
+# and its recomputation hides more communication.
+#
+# ## f. Generating text: weights and the key-value cache
 #
 # You will see why generating text needs much less memory than training.
 #
@@ -341,7 +393,7 @@ assert cache == 2 * 44 * 2048 * 6144 * 2
 # With many users, the cache therefore needs more memory than the weights. (Newer models share keys and
 # values between heads, which makes the cache several times smaller.)
 #
-# ## f. Something broken on purpose
+# ## g. Something broken on purpose
 #
 # You will leave out one line, and see the effect in the memory tracker.
 #
@@ -379,15 +431,16 @@ assert measure_evaluation(False) > 3.9 * one
 # ## To take home
 #
 # 1. Model state with AdamW in fp32 is 16 bytes per parameter: 20 billion parameters need 320 GB by DDP, on every rank.
-# 2. DDP 16P, ZeRO-1 8P + 8P/N, ZeRO-2 4P + 12P/N, FSDP 16P/N.
+# 2. In fp32: DDP 16P, ZeRO-1 8P + 8P/N, ZeRO-2 4P + 12P/N, FSDP 16P/N.
 # 3. A block saves 16 B T C numbers for its backward pass. The head needs 3 B T V fp32 numbers at the peak.
 # 4. Activations do not depend on the number of ranks. Only a smaller micro-batch or checkpointing shrinks them.
 # 5. FSDP also needs some units in full: the root and two blocks. Autocast stores copies of the weights, 2P bytes.
 # 6. With several micro-batches, FSDP accumulates full gradients, 4P bytes, unless it reduces after each one.
 # 7. Estimate by hand first; then trace with `make plan`; then measure with `--ledger=True`.
 # 8. Reduce the largest term: activations by a smaller batch or checkpointing, model state by sharding.
-# 9. Generating text needs 2P bytes in bf16, and 2 L T C numbers per sequence for the cache.
-# 10. A tensor lives as long as something refers to it: a loss with its graph keeps all activations.
+# 9. FSDP hides its all-gathers if a micro-batch has more tokens than FLOP/s divided by bytes/s of the link.
+# 10. Generating text needs 2P bytes in bf16, and 2 L T C numbers per sequence for the cache.
+# 11. A tensor lives as long as something refers to it: a loss with its graph keeps all activations.
 #
 # ## Exercises
 #
@@ -398,6 +451,7 @@ assert measure_evaluation(False) > 3.9 * one
 # | `memory.1` | count the parameters of GPT-2 |
 # | `memory.2` | count the FLOPs per token |
 # | `memory.3` | predict the volume of a collective |
+# | `memory.4` | predict when communication is hidden |
 #
 # **1. Your own job.** Choose a model of `make plan` and the GPUs that you have. Estimate by hand the largest
 # micro-batch that fits, with each sharding. Then run `make plan` and compare. Which term did you forget?

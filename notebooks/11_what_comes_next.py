@@ -238,9 +238,10 @@ print(f"computed for gpt2-xl with 500,000 tokens per step: {4 * 48 * 5e5 * 1600 
 # %% [markdown]
 # Four all-reduces of B T C numbers per block: two in the forward pass (g), and two in the backward pass (f). This
 # volume grows with the number of *tokens*, and not with the number of parameters. For gpt2-xl with 500,000 tokens per
-# step it is 100 times that of DDP. No computation overlaps with these all-reduces, because the next layer needs their
-# results. So tensor parallelism is used within a node, where the links between GPUs are fast, and FSDP or DDP between
-# the nodes.
+# step it is 100 times that of DDP. The all-reduces of the forward pass overlap with nothing here, because the next layer
+# needs their results. In the backward pass, Megatron-LM hides the all-reduce of f (the gradient of x) behind the matrix
+# product for the gradient of the weight. So tensor parallelism is used within a node, where the links between GPUs are
+# fast, and FSDP or DDP between the nodes.
 #
 # ### Something broken on purpose
 #
@@ -325,7 +326,7 @@ for micro_batches in (1, 4, 8, 32):
 # With sequences of 100,000 tokens, the activations of a single sequence do not fit on a GPU. Every layer except
 # attention works on each token separately, so each rank can take T/N tokens. In attention a query needs all keys. In
 # *ring attention* keys and values travel around the ring, as in notebook 2. Each rank adds one block of keys at a time,
-# with the online softmax of notebook 4: it keeps a running maximum, a running sum, and a running result.
+# with the online softmax of notebook 5: it keeps a running maximum, a running sum, and a running result.
 
 # %%
 draw_who_holds_what(
@@ -381,8 +382,9 @@ assert difference < 1e-6
 #
 # ## d. Expert parallelism: some of the experts
 #
-# A *mixture of experts* replaces the MLP of a block by E MLPs, the experts. A small layer, the *router*, selects one or
-# two of them for each token. The model has E times the MLP parameters at almost the same compute per token.
+# A *mixture of experts* replaces the MLP of a block by E MLPs, the experts. A small layer, the *router*, selects k of
+# them for each token. The compute per token is that of k experts, and the model has the parameters of E. Today's models
+# often have 64 to 256 small experts and select 8 of them, with one more expert that all tokens use.
 #
 # With expert parallelism each rank has E/N experts. A token travels to the rank of its expert, and back: two
 # *all-to-alls* per layer in the forward pass, and two in the backward pass.
@@ -441,7 +443,7 @@ assert sent == 64 * C * 4 * 3 / 4
 # 1. Data parallelism divides the batch; the other methods divide layers, depth, sequences and experts.
 # 2. Tensor parallelism: column-parallel, then row-parallel, and one all-reduce at the end.
 # 3. f is the identity forward and an all-reduce backward, and g is the reverse.
-# 4. Nobody ever has the full weights of a layer, and gradients need no reduction before the update.
+# 4. Nobody ever has the full weights of a layer. The gradients of these weights need no reduction before the update.
 # 5. Its volume grows with the tokens, and the next layer waits for it: keep it within a node.
 # 6. A pipeline sends least, and each rank is idle for (N-1)/(M+N-1) of the time.
 # 7. Ring attention: queries stay, keys and values travel, and the online softmax adds the blocks.
@@ -480,6 +482,8 @@ assert sent == 64 * C * 4 * 3 / 4
 # <details><summary>Hint</summary>
 #
 # Replace g by a reduce-scatter over the tokens, and f by an all-gather. In between, a rank has T/N tokens. The volume
-# is the same, and the activations of LayerNorms and dropouts shrink to 1/N.
+# is the same, and the activations of LayerNorms and dropouts shrink to 1/N. One thing is easy to forget: the gradients
+# of the LayerNorms are now sums over T/N tokens, so they need an all-reduce over the group. Without it, the ranks
+# update their copies differently, and no error appears.
 #
 # </details>

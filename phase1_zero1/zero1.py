@@ -171,13 +171,13 @@ class Zero1Optimizer(DataParallelOptimizer):
                 self._reduce_ready_buckets()
 
     def _reduce_ready_buckets(self, include_partial: bool = False) -> None:
-        """Start reducing the next buckets in the common order; stop at the first one that is not ready.
+        """Start reducing the next buckets in the common order.
 
         Collectives match by the order of their calls, so all ranks must use one order.
         """
         for bucket_index in self._bucket_order[self._num_started :]:
             if not (include_partial or self.buckets[bucket_index].is_ready):
-                break
+                break  # a later bucket may be ready, but not on another rank
             self._start_reduce(self.buckets[bucket_index])
             self._num_started += 1
 

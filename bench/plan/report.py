@@ -8,11 +8,13 @@ from bench.plan.planner import HOST_GIB
 from bench.plan.speed import (
     ATTENTION_EFFICIENCY,
     GIB,
+    GPUS,
     GPUS_PER_NODE,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
 )
+from nanoGPT.costs import tokens_to_hide
 
 MAX_SPEED_ERROR = 0.25  # expected error of a predicted speed: docs/results.md compares it with published runs
 COLUMN_WIDTHS = {"gradients": 10, "gathered": 9, "activations": 12, "other": 8}
@@ -48,7 +50,20 @@ def format_plan(result: dict[str, Any]) -> str:
             "exposed: the share of the step in which the GPU waits for communication.",
             *format_speed_table(rows),
         ]
-    return "\n".join([*lines, "", recommend(result), *ASSUMPTIONS])
+    return "\n".join([*lines, "", recommend(result), describe_overlap(result), *ASSUMPTIONS])
+
+
+def describe_overlap(result: dict[str, Any]) -> str:
+    """Return from how many tokens per micro-batch on FSDP's communication is hidden behind its computation."""
+    gpu, itemsize = GPUS[result["gpu"]].with_dtype(result["dtype"]), 4 if result["dtype"] == "float32" else 2
+    link = gpu.link if result["gpus"] <= GPUS_PER_NODE else min(gpu.link, gpu.network)
+    flops, bandwidth = MATMUL_EFFICIENCY * gpu.peak, LINK_EFFICIENCY * link
+    forward = tokens_to_hide(flops, bandwidth, itemsize, 2)
+    backward = tokens_to_hide(flops, bandwidth, itemsize + 4, 4)  # gradients are reduced in fp32
+    return (
+        f"Phase 3 hides its communication from about {forward:,.0f} tokens per micro-batch in the forward pass, and "
+        f"from {backward:,.0f} in a backward pass that also reduces gradients."
+    )
 
 
 ASSUMPTIONS = [

@@ -16,7 +16,7 @@ from nanoGPT.job.program import command_line, report_errors
 from workshop.exercises.checking import check_file
 from workshop.exercises.document import write_document
 from workshop.exercises.proving import prove_all
-from workshop.exercises.registry import EXERCISES, find_exercise
+from workshop.exercises.registry import CORE_TRACK, EXERCISES, find_exercise
 from workshop.exercises.stubs import find_hint_line, find_target, render_file
 from workshop.imports import ROOT
 
@@ -25,9 +25,11 @@ LEVELS = (1, 2, 3)
 
 
 def list_exercises() -> int:
-    """Print the name, the title, the minutes and the difficulty of every exercise."""
+    """Print the name, the title, the minutes and the difficulty of every exercise, and the core track."""
     for each in EXERCISES.values():
         print(f"{each.name:<14} {each.title} ({each.minutes} minutes, {each.difficulty})")
+    minutes = sum(EXERCISES[name].minutes for name in CORE_TRACK)
+    print(f"\ncore track, in this order, {minutes} minutes: {' '.join(CORE_TRACK)}")
     return 0
 
 

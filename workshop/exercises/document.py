@@ -2,17 +2,17 @@
 
 import re
 
-from workshop.exercises.registry import CHAPTERS
+from workshop.exercises.registry import CHAPTERS, CORE_TRACK, EXERCISES
 from workshop.imports import ROOT
 
 DOCUMENT = ROOT / "docs" / "exercises.md"
 BLOCK = re.compile(r"(<!-- exercises:(\w+) -->\n).*?(<!-- /exercises -->)", re.DOTALL)
 
 
-def render_table(chapter: str) -> str:
-    """Return the table of a chapter in Markdown: name, task, code, minutes and difficulty."""
+def render_table(name: str) -> str:
+    """Return the table of a chapter, or of the core track, in Markdown: name, task, code, minutes and difficulty."""
     rows = ["| exercise | task | code | minutes | difficulty |", "|---|---|---|---:|---|"]
-    for each in CHAPTERS[chapter]:
+    for each in [EXERCISES[each] for each in CORE_TRACK] if name == "core_track" else CHAPTERS[name]:
         code = ", ".join(f"`{target.partition(':')[2]}`" for target in each.targets)
         rows.append(f"| `{each.name}` | {each.title} | {code} | {each.minutes} | {each.difficulty} |")
     return "\n".join(rows) + "\n"

@@ -7,6 +7,7 @@ from workshop.exercises.chapters import (
     capstone,
     checkpoints,
     collectives,
+    ddp,
     fsdp,
     memory,
     parallel,
@@ -20,6 +21,7 @@ from workshop.exercises.exercise import Exercise
 CHAPTERS = {
     "baseline": baseline.EXERCISES,
     "collectives": collectives.EXERCISES,
+    "ddp": ddp.EXERCISES,
     "zero1": zero1.EXERCISES,
     "triton": triton.EXERCISES,
     "bugs": bugs.EXERCISES,
@@ -32,6 +34,22 @@ CHAPTERS = {
     "capstone": capstone.EXERCISES,
 }
 EXERCISES: dict[str, Exercise] = {each.name: each for chapter in CHAPTERS.values() for each in chapter}
+
+# In this order: ring collectives, DDP, ZeRO-1, a kernel and FSDP, each written by hand.
+CORE_TRACK = (
+    "collectives.1",
+    "collectives.2",
+    "ddp.1",
+    "ddp.2",
+    "zero1.2",
+    "zero1.3",
+    "zero1.4",
+    "zero1.5",
+    "triton.1",
+    "fsdp.1",
+    "fsdp.4",
+    "fsdp.5",
+)
 
 
 def find_exercise(name: str) -> Exercise:

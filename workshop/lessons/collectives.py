@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanoGPT.costs import ring_bytes
 from workshop import collectives
+from workshop.collective_times import predict_seconds
 
 Trace = Sequence[tuple[int, int]]  # for each step: the chunk that a rank sends, and the ranks in it as bits
 Fits = Mapping[tuple[int, str], tuple[float, float]]  # latency and bandwidth, by number of ranks and all-reduce
@@ -81,10 +82,22 @@ def print_sent_bytes(measured: Mapping[int, Sequence[Mapping[str, int]]], n: int
         print(f"{ranks:3}  {columns}")
 
 
-def print_fits(seconds: Mapping[tuple[int, str], Sequence[float]], fits: Fits) -> None:
-    """Print the shortest and the longest time of each all-reduce, and its latency and bandwidth."""
-    print("  N   all-reduce   256 bytes (ms)    4 MB (ms)   latency per step (us)   bandwidth (GB/s)")
+def print_fits(sizes: Sequence[int], seconds: Mapping[tuple[int, str], Sequence[float]], fits: Fits) -> None:
+    """Print the time of the smallest and the largest all-reduce, the fitted latency and bandwidth, and their error.
+
+    Args:
+        sizes: bytes of the tensors.
+        seconds: the measured times, one for each size.
+        fits: latency and bandwidth of each all-reduce.
+    """
+    print("  N   all-reduce   256 bytes    4 MB      latency per    bandwidth    largest ratio of")
+    print("                   (ms)         (ms)      step (us)      (GB/s)       measured and predicted time")
     for (ranks, name), (alpha, bandwidth) in fits.items():
         first, last = 1e3 * seconds[ranks, name][0], 1e3 * seconds[ranks, name][-1]
-        print(f"{ranks:3}   {name:10} {first:16.2f} {last:12.1f} {1e6 * alpha:23.0f} {bandwidth / 1e9:18.2f}")
+        predicted = [predict_seconds(size, ranks, alpha, bandwidth) for size in sizes]
+        ratios = [a / b for a, b in zip(seconds[ranks, name], predicted, strict=True)]
+        error = max(max(ratio, 1 / ratio) for ratio in ratios)
+        print(
+            f"{ranks:3}   {name:10} {first:11.2f} {last:8.1f} {1e6 * alpha:16.0f} {bandwidth / 1e9:12.2f} {error:16.1f}"
+        )
         assert alpha > 0 and bandwidth > 0 and last > 2 * first

@@ -4,6 +4,8 @@ from workshop.exercises.checks.fsdp import (
     check_gradient_sync,
     check_recompute,
     check_sharded_linear,
+    check_unit,
+    train_full,
 )
 from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
@@ -88,6 +90,65 @@ EXERCISES = [
             plant_mistake(
                 "use_reentrant=False,", "use_reentrant=False, preserve_rng_state=False,", "other dropout masks"
             ),
+        ),
+    ),
+    Exercise(
+        name="fsdp.4",
+        title="All-gather and free the parameters of a unit",
+        targets=("phase3_fsdp.by_hand:Unit.wait_for_params", "phase3_fsdp.by_hand:Unit.free"),
+        task="""FSDP by hand: a unit has full parameters only while it computes. self.start_all_gather() has put the
+        output of an all-gather and its handle into self.pending. Wait for it, give each parameter its memory back,
+        and copy the rows of all ranks to their places. self.sizes are the elements that a rank has sent of each
+        parameter, with padding. `free` takes the memory away again. Autograd has saved these tensors: it must find
+        the same values in the backward pass.""",
+        minutes=25,
+        difficulty="hard",
+        ranks=2,
+        check=check_unit,
+        prepare=train_full,
+        nudge="The output is (ranks, sum of self.sizes). Where in it are the rows of the second parameter?",
+        idea="Split the output by columns, flatten the part of a parameter, and drop the padding at its end. "
+        "untyped_storage().resize_ changes the memory of a tensor, and _unsafe_preserve_version_counter hides the copy "
+        "from autograd.",
+        line="columns = received.view",
+        mistakes=(
+            plant_mistake(
+                "with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(param):",
+                "with torch.no_grad():",
+                "modified by an inplace operation",
+            ),
+            plant_mistake("        param.untyped_storage().resize_(0)\n", "        pass\n", "still has"),
+            plant_mistake(
+                "received.view(self.ranks, -1).split(self.sizes, dim=1)",
+                "[part.view(self.ranks, -1) for part in received.split([self.ranks * size for size in self.sizes])]",
+                "The first rows of a parameter come from rank 0",
+            ),
+        ),
+    ),
+    Exercise(
+        name="fsdp.5",
+        title="Reduce the gradients of a unit",
+        targets=("phase3_fsdp.by_hand:Unit.reduce_gradients",),
+        task="""FSDP by hand: after its last backward pass, a unit has full gradients of this rank's micro-batches.
+        Reduce-scatter all of them in one collective, in fp32: each shard gets the mean of its rows. Free the full
+        gradients. A parameter without a gradient keeps none, but counts as zeros in the collective. pad(tensor, size)
+        adds zeros.""",
+        minutes=25,
+        difficulty="hard",
+        ranks=2,
+        check=check_unit,
+        prepare=train_full,
+        nudge="Rank r gets part r of the input. Which elements of which parameters must be in part r?",
+        idea="View each padded gradient as (ranks, elements of a shard), and concatenate the parameters along dim 1.",
+        line="sent = torch.cat(parts, dim=1)",
+        mistakes=(
+            plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
+            plant_mistake(
+                "torch.cat(parts, dim=1)",
+                "torch.cat([part.view(-1) for part in parts]).view(self.ranks, -1)",
+                "its own rows",
+            ),
+            plant_mistake(" if has else None", "", "weight decay changes it"),
         ),
     ),
 ]

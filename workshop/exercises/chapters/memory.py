@@ -4,6 +4,7 @@ from workshop.exercises.checks.memory import (
     check_count,
     check_flops,
     check_ring_bytes,
+    check_tokens_to_hide,
 )
 from workshop.exercises.exercise import Exercise, plant_mistake
 
@@ -71,6 +72,26 @@ EXERCISES = [
             plant_mistake('(2 if kind == "all-reduce" else 1)', "1", "sends twice as much as either"),
             plant_mistake('(2 if kind == "all-reduce" else 1)', "2", "Only an all-reduce sends twice as much"),
             plant_mistake(" * (ranks - 1) / ranks", "", "You count the full tensor"),
+        ),
+    ),
+    Exercise(
+        name="memory.4",
+        title="Predict when communication is hidden",
+        targets=("nanoGPT.costs:tokens_to_hide",),
+        task="""While a unit computes, FSDP all-gathers the next one. Every token needs `computed` FLOPs per parameter,
+        and every parameter has `moved` bytes on the link, whatever the number of tokens. Return the number of tokens
+        per rank and micro-batch for which both take equally long. How many does an H100 need over NVLink (400e12
+        FLOP/s, 400e9 bytes/s), and how many over a network with 50e9 bytes/s?""",
+        minutes=10,
+        difficulty="medium",
+        check=check_tokens_to_hide,
+        nudge="Write down both times for one parameter: on the link, and in the matrix products.",
+        idea="moved / bandwidth seconds on the link; computed * tokens / flops seconds of computation.",
+        line="return moved",
+        mistakes=(
+            plant_mistake("* flops / computed", "* computed / flops", "Both must take equally long"),
+            plant_mistake(" / computed", "", "Both must take equally long"),
+            plant_mistake("moved / bandwidth", "moved * bandwidth", "Both must take equally long"),
         ),
     ),
 ]

@@ -13,6 +13,7 @@ from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp import activation_checkpointing, fsdp
+from phase3_fsdp.by_hand import HandmadeFSDP
 from phase3_fsdp.fsdp import FsdpConfig, put_parameters_on_meta
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
@@ -177,12 +178,96 @@ def check_recompute(answer: ModuleType, _: Any) -> None:
         raise
     calls: list[Any] = []
 
-    def save_matmuls(*args: Any, **kwargs: Any) -> Any:
+    def record_call(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        return activation_checkpointing.save_matmuls(*args, **kwargs)
+        return activation_checkpointing.save_products(*args, saves_attention=False, **kwargs)
 
-    answer.recompute_in_backward(ReusedBlock(), save_matmuls)(x).sum().backward()
+    answer.recompute_in_backward(ReusedBlock(), record_call)(x).sum().backward()
     expect(
         bool(calls),
         "The policy is never called: pass it to checkpoint as context_fn, with create_selective_checkpoint_contexts.",
     )
+
+
+class SmallNet(nn.Module):
+    """Two blocks whose rows 2 ranks cannot divide, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.spare = nn.Linear(6, 10), nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 10)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def draw_batches(step: int) -> list[tuple[Tensor]]:
+    """Return the four micro-batches of a step, of all ranks."""
+    return [(draw_normal(5, 6, seed=10 * step + i),) for i in range(4)]
+
+
+def train_full() -> dict[str, Any]:
+    """Train three steps in this process. Return the losses, the norms and the parameters at the end."""
+    model = SmallNet()
+    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1), [], []
+    for step in range(3):
+        batch_losses = [model(*batch) for batch in draw_batches(step)]
+        loss = torch.stack(batch_losses).mean()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "params": [param.detach() for param in model.parameters()]}
+
+
+def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
+    model, rank, ranks = SmallNet(), dist.get_rank(), dist.get_world_size()
+    sharded = HandmadeFSDP(model, list(model.blocks))
+    optimizer = torch.optim.AdamW(sharded.parameters(), 0.01, weight_decay=0.1)
+    kept: list[int] = []
+    for block in model.blocks:
+        block.register_forward_hook(
+            lambda block, *_: kept.append(sum(param.untyped_storage().size() for param in block.parameters()))
+        )
+    for step in range(3):
+        loss, norm = sharded.train_step(optimizer, draw_batches(step)[rank::ranks], 1.0)
+        expect(
+            not any(kept),
+            f"After its forward pass, a block still has {max(kept)} bytes of full parameters: set the size of the "
+            "storage of each parameter to 0.",
+        )
+        expect(
+            step > 0 or is_close(loss, expected["losses"][0]),
+            f"The first loss is {loss:.6f} instead of {expected['losses'][0]:.6f}: the unit does not compute with the "
+            "parameters of all ranks. Rank r has sent its rows of every parameter, one parameter after another, with "
+            "padding. The first rows of a parameter come from rank 0.",
+        )
+        ratio = norm / expected["norms"][step]
+        expect(
+            not is_close(ratio, ranks, 1e-3),
+            f"The gradient is {ranks} times too large: it is the sum over the ranks, not the mean.",
+        )
+        expect(
+            is_close(ratio, 1.0, 1e-4),
+            f"The gradient norm of step {step} is {ratio:.4f} times that of one process: a shard needs the gradient of "
+            "its own rows. Rank r receives row r of what is sent.",
+        )
+    spare = sharded.units[0].shards[[*model.parameters()].index(model.spare)] if rank == 0 else torch.ones(2)
+    expect(
+        bool((spare == 1).all()),
+        "A parameter that no rank has used was updated: its shard has a gradient of zeros, so weight decay changes it. "
+        "Leave the gradient None.",
+    )
+    check_final_params(sharded, list(model.parameters()), expected["params"])
+
+
+def check_final_params(sharded: HandmadeFSDP, params: list[nn.Parameter], expected: list[Tensor]) -> None:
+    for unit in sharded.units:
+        unit.wait_for_params()
+    differ = [i for i, (param, full) in enumerate(zip(params, expected, strict=True)) if not is_close(param, full)]
+    expect(not differ, "Losses and norms are right, but some parameters differ after three steps.")

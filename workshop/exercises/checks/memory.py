@@ -62,6 +62,20 @@ def check_flops(answer: ModuleType, _: Any) -> None:
     expect(flops == exact, f"You count {flops:,} FLOPs per token instead of {exact:,}: 6 N + 12 L C T.")
 
 
+def check_tokens_to_hide(answer: ModuleType, _: Any) -> None:
+    for flops, bandwidth in ((400e12, 50e9), (400e12, 400e9), (100e12, 50e9)):
+        for moved, computed in ((2, 2), (6, 4), (4, 2)):
+            tokens = answer.tokens_to_hide(flops, bandwidth, moved, computed)
+            seconds_to_move, seconds_to_compute = moved / bandwidth, computed * tokens / flops  # of one parameter
+            expect(
+                is_close(seconds_to_compute / seconds_to_move, 1.0, 1e-9),
+                f"With {flops:.0e} FLOP/s and {bandwidth:.0e} bytes/s, your {tokens:,.0f} tokens need "
+                f"{1e12 * seconds_to_compute:.3g} ps of computation per parameter, but its {moved} bytes need "
+                f"{1e12 * seconds_to_move:.3g} ps on the link. Both must take equally long: a parameter has {computed} "
+                "FLOPs for each token.",
+            )
+
+
 def check_ring_bytes(answer: ModuleType, _: Any) -> None:
     for ranks in (4, 2, 8, 1):  # not 2 first: there, twice the right size equals the full tensor
         for kind in ("all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all"):
