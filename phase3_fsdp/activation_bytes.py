@@ -5,8 +5,8 @@
     activation_bytes(shape, 8, 1024, mode="selective")       # the full model
 
 There are `B` sequences of `T` tokens, `C` channels in `nh` heads, and `V` rows of vocabulary. Without dropout a block
-saves 16 tensors of (B, T, C). With `full` checkpointing it saves 1, its input; with `selective` it saves 10, its input
-and the outputs of its matrix products. The list is not an estimate: it was recorded with
+saves 16 tensors of (B, T, C). With `full` checkpointing it saves 1, its input; with `selective` it saves 11, its input
+and the outputs of its matrix products and of attention. The list is not an estimate: it was recorded with
 `torch.autograd.graph.saved_tensors_hooks`, each storage once, and `tests/measure/test_memory.py` compares its sums
 with the bytes that `measure/tracker.py` measures. It is valid for the uncompiled model on a CPU, with parameters
 in `dtype` (FSDP all-gathers them in this dtype; autocast would save additional copies). Dropout selects one of two
@@ -52,7 +52,7 @@ def saved_activations(
             alive, which needs 2 C more per token.)
         tokens: T.
         dtype: of the parameters and the activations.
-        mode: none, full (saves the block's input), or selective (saves the input and the outputs of matrix products).
+        mode: none, full (saves the block's input), or selective (also the outputs of matrix products and of attention).
     """
     x, stats = batch_size * tokens * shape.n_embd * dtype.itemsize, 2 * batch_size * tokens * dtype.itemsize
     btc, matmul_modes = "(B, T, C)", ("none", "selective")
@@ -81,14 +81,13 @@ def saved_attention_activations(
     """Return the tensors that attention saves: by one fused kernel, or with dropout by separate matrix products."""
     elements, rows = batch_size * tokens * shape.n_embd, batch_size * shape.n_head * tokens
     x, bhtc, bhtt = elements * dtype.itemsize, "(B, nh, T, C / nh)", "(B, nh, T, T)"
-    out = SavedTensor("attention's output", "(B, T, C)", x, "the gradient of c_proj's weight")
+    name, why = "attention's output", "the gradient of c_proj's weight"
     if not shape.dropout:
+        both = ("none", "selective")
         return [
-            SavedTensor(
-                "c_attn's output", "(B, T, 3C)", 3 * x, "attention's backward (q, k, v)", ("none", "selective")
-            ),
-            SavedTensor("softmax's log-sum-exp", "(B, nh, T)", 4 * rows, "attention's backward, to recompute softmax"),
-            out,
+            SavedTensor("c_attn's output", "(B, T, 3C)", 3 * x, "attention's backward (q, k, v)", both),
+            SavedTensor("softmax's log-sum-exp", "(B, nh, T)", 4 * rows, "attention's backward", both),
+            SavedTensor(name, "(B, T, C)", x, why, both),
         ]
     return [
         SavedTensor(
@@ -100,7 +99,7 @@ def saved_attention_activations(
         SavedTensor("attention's dropout mask", f"{bhtt} fp32", 4 * rows * tokens, "dropout's backward"),
         SavedTensor("softmax after dropout", f"{bhtt} fp32", 4 * rows * tokens, "the gradient of v"),
         SavedTensor("v", f"{bhtc} fp32", 4 * elements, "the gradient of softmax"),
-        out,
+        SavedTensor(name, "(B, T, C)", x, why),
     ]
 
 

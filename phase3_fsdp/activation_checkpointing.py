@@ -2,8 +2,8 @@
 
 The backward pass needs activations of the forward pass. A block saves 16 tensors of (B, T, C) for it, which are listed
 in `activation_bytes.py`. A checkpointed block saves only its input, one such tensor. `selective` is between the two: it
-saves the outputs of matrix products, which are expensive to compute, and recomputes everything else. It is not the
-selective recomputation of Korthikanti et al. (2022), which recomputes only the core of attention and saves the rest.
+saves what is expensive to compute, the outputs of matrix products and of attention, and recomputes normalization and
+GELU. It is not the selective recomputation of Korthikanti et al. (2022), which recomputes only the core of attention.
 """
 
 import re
@@ -53,7 +53,8 @@ def checkpoint_activations(model: GPT, mode: str) -> None:
     """
     for i in select_checkpointed_blocks(mode, len(model.blocks)):
         block = model.blocks[i]
-        block.forward = recompute_in_backward(block.forward, save_matmuls if mode == "selective" else None)
+        policy = partial(save_products, saves_attention=not model.config.dropout) if mode == "selective" else None
+        block.forward = recompute_in_backward(block.forward, policy)
 
 
 def recompute_in_backward(forward: Callable[..., Tensor], policy: Callable[..., Any] | None) -> Callable[..., Tensor]:
@@ -66,10 +67,12 @@ def recompute_in_backward(forward: Callable[..., Tensor], policy: Callable[..., 
     return checkpointed_forward
 
 
-def save_matmuls(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Return the policy of `selective`: save the outputs of matrix products, recompute everything else.
+def save_products(_context: Any, operator: Any, *_args: Any, saves_attention: bool, **_kwargs: Any) -> CheckpointPolicy:
+    """Return the policy of `selective`: save the outputs of matrix products and of attention, recompute all others.
 
-    Attention is recomputed too, because it draws dropout masks. If the recomputation skipped these draws, the dropout
-    layers after it would draw other masks than in the forward pass.
+    With dropout, attention is recomputed too, because it draws masks. If the recomputation skipped these draws, the
+    dropout layers after it would draw other masks than in the forward pass.
     """
-    return CheckpointPolicy.MUST_SAVE if operator in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+    is_attention = "attention" in operator.name()  # one of torch's operators, or the kernel of phase 2
+    saves = operator in MATMULS or (is_attention and saves_attention)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE

@@ -52,8 +52,8 @@ class FsdpConfig(TrainConfig):
     fsdp_cpu_offload: bool = False
     """store parameters, gradients and optimizer state in CPU memory, and update them on the CPU"""
     fsdp_activation_checkpointing: str = "none"
-    """none or False | full or True | selective (save the outputs of matrix products) | every_2, every_3, ...: blocks to
-    recompute"""
+    """none or False | full or True | selective (save the outputs of products and attention) | every_2, every_3, ...:
+    blocks to recompute"""
     fsdp_sync_every_micro_batch: bool = False
     """reduce-scatter gradients after every micro-batch: more communication, no unsharded gradients in between"""
     kernels: str = "none"

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.model import GPT, GPTConfig
+from phase2_triton.apply import apply_kernels
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
 from workshop.ranks import run_on_ranks
 
@@ -163,3 +165,32 @@ def test_checkpointing_gives_bitwise_identical_results(mode):
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class AttentionCounter(TorchDispatchMode):
+    """Counts the forward passes of attention."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += "attention" in func.name() and "backward" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kernels", "calls"), [("full", False, 4), ("selective", False, 2), ("selective", True, 2)]
+)
+def test_selective_does_not_recompute_attention(mode, kernels, calls):
+    """Without dropout, `selective` saves the output of attention, torch's or the kernel's; `full` computes it twice."""
+    model = GPT(GPTConfig(2, 2, 32, 16, True, 80))
+    model.init_weights(1)
+    if kernels:
+        apply_kernels(model, "attention")
+    checkpoint_activations(model, mode)
+    x = torch.randint(80, (2, 16))
+    loss = model(x, x)
+    with AttentionCounter() as backward:
+        loss.backward()
+    with AttentionCounter() as forward:
+        model(x, x)
+    assert forward.calls == 2 and forward.calls + backward.calls == calls
