@@ -87,7 +87,7 @@ class TritonConfig(TrainConfig):
 def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size: int) -> str:
     """Return the kernels that a value of `--kernels` means on a device. Only `auto` depends on the device.
 
-    `auto` selects the kernels that are expected to be faster than torch's operations. IMPLEMENTATION.md gives the
+    `auto` selects the kernels that are expected to be faster than torch's operations. docs/choosing.md gives the
     reasons. No GPU has measured this yet.
 
     Args:

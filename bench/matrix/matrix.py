@@ -24,11 +24,11 @@ from operate.ranks import RankFailed
 
 MODEL: dict[str, Any] = {
     "dataset": "shakespeare_char",
-    "n_layer": 2,
+    "n_layer": 8,  # a peak of FSDP contains up to three blocks, which must be a small part of the model
     "n_head": 2,
     "n_embd": 64,
     "block_size": 32,
-    "batch_size": 2,
+    "batch_size": 1,
     "gradient_accumulation_steps": 8,
     "learning_rate": 2e-3,
     "min_lr": 2e-4,

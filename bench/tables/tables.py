@@ -18,7 +18,7 @@ from bench.tables.records import format_table, hardware_of, read_results
 from nanoGPT.errors import ConfigError
 from phase3_fsdp.fsdp import FsdpConfig
 
-DOCUMENTS = ["README.md", "docs/results.md", "phase2_triton/IMPLEMENTATION.md"]
+DOCUMENTS = ["README.md", "docs/results.md"]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NOT_MEASURED = "Not measured on a GPU yet.\n"
 MEGABYTES = 1e-6
@@ -126,10 +126,10 @@ MATRIX = (TRAINER, RANKS, OPTIONS, DIFFERENCE, *MEMORY, Column("step (ms)", "ste
 TOKENS_PER_SECOND = Column("tokens/s", "tokens_per_second")
 
 TABLES = {
-    "four_ranks": Table(
+    "eight_ranks": Table(
         ("matrix",),
         (TRAINER, DIFFERENCE, *MEMORY),
-        lambda samples: [row for row in samples["rows"] if row["ranks"] == 4 and not row["options"]],
+        lambda samples: [row for row in samples["rows"] if row["ranks"] == 8 and not row["options"]],
     ),
     "matrix": Table(("matrix",), (*MATRIX, TOKENS_PER_SECOND)),
     "gpt2_matrix": Table(("gpt2-matrix",), (*MATRIX, TOKENS_PER_SECOND)),

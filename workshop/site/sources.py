@@ -19,7 +19,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/*.md",
-    "phase*/IMPLEMENTATION.md",
+    "phase*/*.md",
     "workshop/site/pages/*.md",
     "workshop/GUIDE.md",
 )
@@ -36,7 +36,7 @@ LINK_OR_CODE = re.compile(
 CHAPTERS = (
     ("Explore", ("workshop/site/pages/*.md",)),
     ("Notebooks", (NOTEBOOKS,)),
-    ("Phases", ("phase*/IMPLEMENTATION.md",)),
+    ("Phases", ("phase*/*.md",)),
     ("Documents", ("docs/*.md", "workshop/GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 )
 
