@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 3. ZeRO-1: shard the optimizer state
 #
-# *60 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.
+# *65 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.
 # [Notebook 2](02_collectives.ipynb) explains reduce-scatter, all-gather and the ring algorithm, and
 # [the glossary](../docs/glossary.md) defines the terms.*
 #
@@ -634,6 +634,40 @@ assert max(abs(a - b) for a, b in zip(results["right"][0]["curve"], reference["c
 #
 # Only the comparison with one process shows the mistake. This comparison is sensitive, because the right version agrees
 # with one process to about 1e-7.
+#
+# ### AdamW hides a wrong scale
+#
+# The most common mistake is a sum over the ranks instead of a mean: on 4 ranks all gradients are 4 times too large.
+#
+# **Predict first:** by how much do the losses change with AdamW, and by how much with SGD?
+
+# %%
+def multiply_by_4(model: GPT, optimizer: torch.optim.Optimizer) -> float:
+    for p in model.parameters():
+        p.grad *= 4
+    return grad_norm([p.grad for p in model.parameters()]).item()
+
+
+def keep(model: GPT, optimizer: torch.optim.Optimizer) -> float:
+    return grad_norm([p.grad for p in model.parameters()]).item()
+
+
+def make_sgd(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3)
+
+
+print("loss of each step, and the gradient norm of the first one")
+for name, make_optimizer in (("AdamW", make_adamw), ("SGD", make_sgd)):
+    for scale, before_step in (("mean", keep), ("sum", multiply_by_4)):
+        [result] = run_on_ranks(train_by_hand, 1, config, make_optimizer, before_step, 8)
+        print(f"{name:6} {scale:5}", *(f"{loss:.4f}" for loss in result["curve"]), f"  norm {result['norms'][0]:.2f}")
+
+# %% [markdown]
+# With AdamW the two curves agree to four digits. Its update is the mean of the gradient, divided by the root of the mean of
+# its square: a constant factor cancels. With SGD the factor multiplies the learning rate, and the curve is another one.
+# So a run with AdamW that sums instead of averaging looks right, until clipping (which then clips every step), another
+# number of ranks, or a comparison of gradient norms shows the factor. This is why every run logs the gradient norm, and
+# why the tests of this repository compare it with one process.
 #
 # ## g. A sharded checkpoint
 #

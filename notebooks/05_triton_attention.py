@@ -1,17 +1,18 @@
 # %% [markdown]
 # # 5. Inside a GPU: tiled matrix products and flash attention
 #
-# *45 minutes. Read [notebook 4](04_triton.ipynb) first, for programs, masks and the roofline. You need Linux, but no
+# *60 minutes. Read [notebook 4](04_triton.ipynb) first, for programs, masks and the roofline. You need Linux, but no
 # GPU.*
 #
 # A GPU can multiply and add much faster than it can read its memory. Two kernels decide the speed of a GPT: the matrix
 # product and attention. **How do they compute so much with so few reads?**
 #
-# You test four claims:
+# You test five claims:
 #
 # - **A matrix product in tiles of B x B reads 1/B of the bytes that a naive one reads.**
 # - **The order of the tiles decides how many of these reads leave the L2 cache.**
 # - **Attention needs no T x T matrix: softmax can be computed from left to right, with two numbers per row.**
+# - **The backward pass computes the weights again, from one saved number per row.**
 # - **The interpreter shows wrong numbers, but no races.**
 #
 # Open `phase2_triton/kernels/attention.py` next to this page. This notebook writes the same kernel in its simplest
@@ -249,8 +250,7 @@ for T in (16, 50, 128):  # 50 is not a multiple of the tile
 # %% [markdown]
 # The kernel is exact up to rounding, also for a T that is not a multiple of the tile, and it never writes scores to
 # device memory. The mask hides later keys within a tile. The bound of the loop skips all tiles above the diagonal,
-# about half of the work. The kernel of phase 2 is this one, with a backward pass that recomputes the weights from the
-# saved log-sum-exp.
+# about half of the work. The kernel of phase 2 is this one, with a backward pass (section e).
 #
 # ### Something broken on purpose
 #
@@ -270,7 +270,71 @@ for T in (16, 128):
 # tile raises the maximum. A test with short sequences would pass. This is why every kernel of this repository is tested
 # with several tiles, and with sizes that are not multiples of a tile. (`bugs.5` is such a bug.)
 #
-# ## e. What the interpreter cannot show
+# ## e. The backward pass: compute the weights again
+#
+# You will derive the backward pass, and write the kernel for the gradient of the queries.
+#
+# For one query, let p be its softmax weights, s its scores, y = sum of p_j v_j its result, and dy the gradient of y. The
+# chain rule gives the gradient of the weights, dp_j = dy · v_j. Softmax mixes all scores of a row:
+#
+# ```
+# ds_j = p_j (dp_j - D)        D = sum over i of p_i dp_i
+# dq   = scale * sum over j of ds_j k_j
+# dk_j = scale * sum over queries of ds_j q        dv_j = sum over queries of p_j dy
+# ```
+#
+# Two problems remain. A tile of keys does not have the full row that D needs. But D = sum of p_i (dy · v_i) = dy · y, one
+# number per query, which is known before the loop. And the weights p were never stored. The forward pass saves one number
+# per query, the log-sum-exp L = log(sum of exp(s_j)). Then p_j = exp(s_j - L), for any tile, without a running maximum.
+#
+# **Predict first:** a forward pass needs two matrix products per tile (q k and p v). How many does the backward pass
+# need, if one kernel computes dq, and another one dk and dv?
+
+# %% answer="query_gradient_kernel"
+@triton.jit
+def query_gradient_kernel(q, k, v, dy, logsumexp, delta, dq, T, scale, HS: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+    rows, channels = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, HS)
+    inside, places = rows[:, None] < T, rows[:, None] * HS + channels[None, :]
+    queries, dys = tl.load(q + places, mask=inside, other=0.0), tl.load(dy + places, mask=inside, other=0.0)
+    row_logsumexp = tl.load(logsumexp + rows, mask=rows < T, other=0.0)
+    row_delta = tl.load(delta + rows, mask=rows < T, other=0.0)
+    result = tl.zeros((BQ, HS), tl.float32)
+    for start in range(0, tl.minimum(T, (tl.program_id(0) + 1) * BQ), BK):
+        keys = start + tl.arange(0, BK)
+        k_tile = tl.load(k + keys[:, None] * HS + channels[None, :], mask=keys[:, None] < T, other=0.0)
+        v_tile = tl.load(v + keys[:, None] * HS + channels[None, :], mask=keys[:, None] < T, other=0.0)
+        scores = tl.dot(queries, tl.trans(k_tile)) * scale
+        weights = tl.where(rows[:, None] >= keys[None, :], tl.exp(scores - row_logsumexp[:, None]), 0.0)
+        dweights = tl.dot(dys, tl.trans(v_tile))
+        dscores = weights * (dweights - row_delta[:, None])
+        result += tl.dot(dscores, k_tile) * scale
+    tl.store(dq + places, result, mask=inside)
+
+# %%
+def compute_query_gradient(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Tensor:
+    """Return the gradient of (T, HS) queries of causal attention."""
+    (T, HS), dq = q.shape, torch.empty_like(q)
+    scores = (q @ k.T * HS**-0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    logsumexp, delta = scores.logsumexp(1), (dy * attend(q, k, v)).sum(1)  # the forward pass of phase 2 saves both
+    query_gradient_kernel[(triton.cdiv(T, 16),)](q, k, v, dy, logsumexp, delta, dq, T, HS**-0.5, HS=HS, BQ=16, BK=16)
+    return dq
+
+
+for T in (16, 50, 128):
+    q, k, v, dy = torch.randn(4, T, 32)
+    exact_q = q.double().requires_grad_()
+    F.scaled_dot_product_attention(exact_q[None], k.double()[None], v.double()[None], is_causal=True)[0].backward(dy.double())
+    error = (compute_query_gradient(q, k, v, dy) - exact_q.grad).abs().max().item()
+    print(f"T = {T:3}: max error of dq {error:.1e}")
+    assert error < 1e-5
+
+# %% [markdown]
+# This kernel needs three products per tile: the scores, dweights and dq. The kernel for dk and dv has the scores and
+# dweights again, and two more: seven in total, where one kernel for all three gradients would need five. But dq is a sum
+# over keys, and dk and dv are sums over queries. In one kernel, one of them would need atomic additions, and its last
+# digits would change from run to run (notebook 4, section g). Phase 2 therefore has two kernels.
+#
+# ## f. What the interpreter cannot show
 #
 # You will write a kernel that is wrong on every GPU, and right in the interpreter.
 #
@@ -312,8 +376,9 @@ assert out.item() == 64
 # 6. Flash attention keeps m, l and o for each query, and stores no scores.
 # 7. It is exact. It does more arithmetic and moves far fewer bytes.
 # 8. A missing rescaling is right for short sequences: test with several tiles.
-# 9. The interpreter shows wrong numbers, but no races, and no speed.
-# 10. First a reference, then the kernel, then the bytes, and then the time.
+# 9. The backward pass needs the log-sum-exp and dy · y of each row. With them, every tile can be computed alone.
+# 10. The interpreter shows wrong numbers, but no races, and no speed.
+# 11. First a reference, then the kernel, then the bytes, and then the time.
 #
 # ## Exercises
 #
@@ -325,6 +390,7 @@ assert out.item() == 64
 # | `tiles.2` | swizzle the order of the tiles |
 # | `tiles.3` | count the reads of a cache |
 # | `tiles.4` | write flash attention |
+# | `tiles.5` | write the gradient of its queries |
 # | `triton.2` | add a tile to an online softmax |
 # | `triton.3` | write causal attention over all keys |
 # | `bugs.5` | fix an attention that is right only for short sequences |

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 6. FSDP: shard parameters, gradients and optimizer state
 #
-# *60 minutes. Read [notebook 3](03_zero1.ipynb) first, for model state, communication volume and sharding.*
+# *65 minutes. Read [notebook 3](03_zero1.ipynb) first, for model state, communication volume and sharding.*
 #
 # Let P be the number of parameters and N the number of ranks. With ZeRO-1 each rank stores 8P + 8P/N bytes. The 8P
 # bytes are the full parameters and the full gradients. FSDP shards these as well.

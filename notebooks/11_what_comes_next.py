@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 11. What comes next: tensor, pipeline, context and expert parallelism
 #
-# *45 minutes. Read [notebook 6](06_fsdp.ipynb) and [notebook 2](02_collectives.ipynb) first.*
+# *60 minutes. Read [notebook 6](06_fsdp.ipynb) and [notebook 2](02_collectives.ipynb) first.*
 #
 # DDP, ZeRO and FSDP are all *data parallelism*: each rank computes the full model on its own part of the batch. With
 # 1,000 ranks, a step needs at least 1,000 sequences, and every rank all-gathers every weight. **What else can we divide
@@ -9,13 +9,14 @@
 #
 # There are four answers. A rank can have a part of each layer (tensor parallelism), some of the layers (pipeline
 # parallelism), a part of each sequence (context parallelism), or some of the experts (expert parallelism). This
-# notebook has one section for each. You write the first one yourself, and train this repository's GPT with it. You test
-# three claims:
+# notebook has one section for each. You write the first one yourself, train this repository's GPT with it, and combine it
+# with FSDP. You test four claims:
 #
 # - **Tensor parallelism needs two autograd functions and no change to the model. Its losses match the
 #   baseline's.**
 # - **It sends activations instead of weights: 4 L B T C numbers per micro-batch are reduced.**
-# - **In a pipeline of N ranks with M micro-batches, each rank is idle in N - 1 of M + N - 1 time slots.**
+# - **Tensor parallelism within a node and FSDP between nodes work together, with the same losses.**
+# - **In a pipeline of N ranks with M micro-batches, each rank is idle for (N-1)/(M+N-1) of the time.**
 #
 # Open `nanoGPT/model.py` and `evaluation/tensor_parallel.py` next to this page. You need no GPU.
 
@@ -84,28 +85,29 @@ class CopyToRanks(torch.autograd.Function):
     """The input of a column-parallel layer: identity in the forward pass, all-reduce in the backward pass (f)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, group=None) -> Tensor:
+        ctx.group = group  # the ranks that share the layer; None: all
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dx: Tensor) -> Tensor:
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None]:
         dx = dx.clone()
-        dist.all_reduce(dx)  # each rank has only the part of dx that came through its own channels
-        return dx
+        dist.all_reduce(dx, group=ctx.group)  # each rank has only the part of dx that came through its own channels
+        return dx, None
 
 # %%
 class SumOverRanks(torch.autograd.Function):
     """The output of a row-parallel layer: all-reduce in the forward pass, identity in the backward pass (g)."""
 
     @staticmethod
-    def forward(ctx, partial: Tensor) -> Tensor:
+    def forward(ctx, partial: Tensor, group=None) -> Tensor:
         total = partial.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        return dy
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 # %% [markdown]
 # The gradient of x is a partial sum: x went into the channels of both ranks, so its gradient has a part from each. The
@@ -120,17 +122,17 @@ class SumOverRanks(torch.autograd.Function):
 from evaluation.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL, take_part
 
 
-def divide_model(model: GPT, reduces_backward: bool = True) -> None:
-    """Divide the blocks of a GPT among the ranks, in place."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def divide_model(model: GPT, reduces_backward: bool = True, group=None) -> None:
+    """Divide the blocks of a GPT among the ranks of a group, in place."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for name, module in model.named_modules():
         if name.endswith(COLUMN_PARALLEL + ROW_PARALLEL):
             part = take_part(module.weight.detach(), f"{name}.weight", rank, ranks)
             module.weight = nn.Parameter(part.clone())
         if name.endswith(COLUMN_PARALLEL) and reduces_backward:
-            module.register_forward_pre_hook(lambda module, inputs: CopyToRanks.apply(*inputs))
+            module.register_forward_pre_hook(lambda module, inputs: CopyToRanks.apply(*inputs, group))
         if name.endswith(ROW_PARALLEL):
-            module.register_forward_hook(lambda module, inputs, output: SumOverRanks.apply(output))
+            module.register_forward_hook(lambda module, inputs, output: SumOverRanks.apply(output, group))
 
 # %% [markdown]
 # The training loop changes in two places. Every rank runs **all** micro-batches, because the ranks share one copy of
@@ -274,44 +276,141 @@ plt.show()
 # drift apart, and the ranks disagree about the loss. **A falling loss does not prove that a trainer is right. The same
 # losses as the baseline's are much stronger evidence.**
 #
-# ## b. Pipeline parallelism: some of the layers
+# ## b. Two dimensions: FSDP and tensor parallelism
 #
-# You will see when the ranks of a pipeline are idle, and how micro-batches reduce the idle time.
+# You will train on a 2 x 2 mesh: two nodes with two ranks each, tensor parallelism within a node, and FSDP between the
+# nodes.
+#
+# A *device mesh* arranges the ranks in a grid. Ranks 0 and 1 form one row, and share every layer. Ranks 0 and 2 form a
+# column: they have the same part of each layer, train on different micro-batches, and shard this part with FSDP.
+#
+# ```
+#             tp: share a layer
+# node 0      rank 0    rank 1       micro-batches 0 and 2
+# node 1      rank 2    rank 3       micro-batches 1 and 3
+#             fsdp: shard what the two ranks of a column store
+# ```
+#
+# First divide the model, and then shard what is left: FSDP knows nothing of the other dimension.
+#
+# **Predict first:** over which ranks must the squares of the gradients be added for the global norm: those of the
+# divided weights, and those of the full ones? How many bytes of weights does a rank store?
+
+# %%
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def norm_on_mesh(model: GPT, mesh: DeviceMesh) -> Tensor:
+    """Return the global gradient norm. Collective."""
+    local = {name: p.grad.to_local() for name, p in model.named_parameters()}
+    divided = [grad for name, grad in local.items() if is_divided(name)]
+    full = [grad for name, grad in local.items() if not is_divided(name)]
+    squares = grad_norm(divided, mesh["fsdp"].get_group()).square()
+    dist.all_reduce(squares, group=mesh["tp"].get_group())
+    return (squares + grad_norm(full, mesh["fsdp"].get_group()).square()).sqrt()
+
+# %%
+def train_on_mesh(config: TrainConfig, shape: GPTConfig) -> dict:
+    """Train on a mesh of 2 x 2 ranks. Return the losses, and the bytes of weights of this rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    model, loss_of_step, M = GPT(shape), {}, config.gradient_accumulation_steps
+    model.init_weights(config.seed)
+    divide_model(model, group=mesh["tp"].get_group())
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["fsdp"])
+    optimizer = configure_adamw(model, config)
+    micro_batches = range(mesh["fsdp"].get_local_rank(), M, 2)  # those of this node
+    for step in range(config.max_iters):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        loss = torch.zeros((), dtype=torch.float64)
+        for m in micro_batches:
+            model.set_requires_gradient_sync(m == micro_batches[-1])
+            loss += run_micro_batch(model, data, step, m, len(micro_batches))
+        dist.all_reduce(loss, group=mesh["fsdp"].get_group())
+        loss_of_step[step] = loss.item() / M
+        clip_grads([p.grad.to_local() for p in model.parameters()], norm_on_mesh(model, mesh), config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": loss_of_step, "weights": storage_bytes(model.parameters())}
+
+
+mesh_result = run_on_ranks(train_on_mesh, 4, config, shape)
+difference = max(abs(mesh_result[0]["losses"][step] - baseline[step]) for step in baseline)
+print(f"2 x 2 ranks: max loss difference {difference:.1e}, weights {[each['weights'] for each in mesh_result]} B")
+assert difference < 1e-5 and all(each["losses"] == mesh_result[0]["losses"] for each in mesh_result)
+
+# %% [markdown]
+# The losses are those of one process again. The squares of the divided weights are added over all four ranks, because
+# each of them has another part. Those of the full weights (embeddings, LayerNorms) are added only over a column, because
+# the two ranks of a row store the same. A rank stores a quarter of the blocks, and half of the rest.
+#
+# On GPUs this is the usual layout: the all-reduces of tensor parallelism wait for each other and need the fast links
+# within a node, and FSDP hides its all-gathers between the nodes behind the computation. torchtitan builds the same mesh
+# with `parallelize_module` and `fully_shard`.
+#
+# ## c. Pipeline parallelism: some of the layers
+#
+# You will see when the ranks of a pipeline are idle, and how the order of the passes changes the memory.
 #
 # With pipeline parallelism rank r has some consecutive blocks. It receives activations (B, T, C) from rank r - 1,
 # computes, and sends the result to rank r + 1. In the backward pass gradients take the way back. One micro-batch would
-# keep only one rank busy at a time. So several micro-batches follow each other:
+# keep only one rank busy at a time. So several micro-batches follow each other.
+#
+# A schedule is an order of passes for each rank. F2 is the forward pass of micro-batch 2, and B2 its backward pass, which
+# takes twice as long. *GPipe* runs all forward passes and then all backward passes. *1F1B* (one forward, one backward)
+# starts each backward pass as early as possible: rank r first runs N - r forward passes, and then alternates.
 
 # %%
-def schedule_pipeline(ranks: int, micro_batches: int) -> dict[str, list[str]]:
-    """Return what each rank does in each time slot: all forward passes, then all backward passes (GPipe)."""
-    slots = 2 * (micro_batches + ranks - 1)
-    rows = {f"rank {rank}": [""] * slots for rank in range(ranks)}
-    for rank in range(ranks):
-        for m in range(micro_batches):
-            rows[f"rank {rank}"][rank + m] = f"F{m}"
-            rows[f"rank {rank}"][slots - 1 - rank - m] = f"B{m}"
-    return rows
+def order_gpipe(rank: int, ranks: int, micro_batches: int) -> list[str]:
+    """Return the passes of a rank in their order: all forward passes, then all backward passes."""
+    return [f"{kind}{m}" for kind in "FB" for m in range(micro_batches)]
 
 
-for micro_batches in (1, 4):
-    draw_schedule(schedule_pipeline(4, micro_batches), f"Pipeline with {micro_batches} micro-batch(es)", "time slot")
+# %% answer="order_1f1b"
+def order_1f1b(rank: int, ranks: int, micro_batches: int) -> list[str]:
+    """Return the passes of a rank in their order: each backward pass as early as possible."""
+    first = min(ranks - rank, micro_batches)  # forward passes before the first gradient arrives
+    order = [f"F{m}" for m in range(first)]
+    for m in range(micro_batches):
+        order.append(f"B{m}")
+        if first + m < micro_batches:
+            order.append(f"F{first + m}")
+    return order
 
 # %% [markdown]
-# **Predict first:** which share of the slots is empty with 4 ranks and 1, 4, 8 and 32 micro-batches?
+# A pass begins when its rank is free, and the activations or gradients from the neighbor have arrived. `run_pipeline` of
+# `workshop/lessons/pipeline.py` returns what each rank does in each time slot.
+#
+# **Predict first:** 4 ranks and 4 micro-batches. Which of the two schedules ends earlier? How many micro-batches does
+# rank 0 store at most, in each of them?
 
 # %%
+from workshop.lessons.pipeline import count_stored, run_pipeline
+
+ORDERS = {"GPipe": order_gpipe, "1F1B": order_1f1b}
+for name, order in ORDERS.items():
+    draw_schedule(run_pipeline(order, 4, 4), f"{name}: 4 ranks, 4 micro-batches", "time slot")
+
+# %%
+print("idle time, and the largest number of micro-batches that a rank stores")
 for micro_batches in (1, 4, 8, 32):
-    cells = [cell for row in schedule_pipeline(4, micro_batches).values() for cell in row]
     formula = 3 / (micro_batches + 3)
-    print(f"{micro_batches:3} micro-batches: {cells.count('') / len(cells):.0%} idle; (N-1)/(M+N-1) = {formula:.0%}")
-    assert abs(cells.count("") / len(cells) - formula) < 1e-9
+    for name, order in ORDERS.items():
+        rows = run_pipeline(order, 4, micro_batches)
+        idle = sum(row.count("") for row in rows.values()) / sum(map(len, rows.values()))
+        stored = [count_stored(row) for row in rows.values()]
+        print(f"{micro_batches:3} micro-batches, {name:5}: {idle:.0%} idle, formula {formula:.0%}; stored by rank {stored}")
+        assert abs(idle - formula) < 1e-9 and max(stored) == (micro_batches if name == "GPipe" else min(4, micro_batches))
 
 # %% [markdown]
-# The empty slots are the *bubble*. With many micro-batches it gets small. But in this schedule (GPipe), every rank
-# stores the activations of all M micro-batches, because all backward passes run after all forward passes. The schedule
-# *1F1B* (one forward, one backward) starts each backward pass as early as possible, so that a rank stores at most N
-# micro-batches. *Interleaved* schedules give each rank several groups of layers, which divides the bubble.
+# The empty slots are the *bubble*: (N-1)/(M+N-1) of the time, in both schedules. With many micro-batches it gets small.
+# The difference is the memory. In GPipe every rank stores the activations of all M micro-batches. In 1F1B rank r stores
+# at most N - r, whatever M is, so M can be large. *Interleaved* schedules give each rank several groups of layers, which
+# divides the bubble. *Zero-bubble* schedules divide a backward pass in two: the gradient of the input, which the
+# neighbor waits for, and the gradient of the weights, which fills the empty slots.
 #
 # - **Sends:** B T C numbers per micro-batch and direction between neighbors, point to point. This is the least of all
 #   methods, so a pipeline can use slow links between nodes.
@@ -319,7 +418,7 @@ for micro_batches in (1, 4, 8, 32):
 #   so the work must be balanced by hand.
 # - **In PyTorch:** `torch.distributed.pipelining`.
 #
-# ## c. Context parallelism: a part of each sequence
+# ## d. Context parallelism: a part of each sequence
 #
 # You will divide one sequence among ranks, and compute attention without any rank seeing all keys.
 #
@@ -380,7 +479,7 @@ assert difference < 1e-6
 # - **Costs:** it needs long sequences, so that the computation hides the communication.
 # - **In PyTorch:** `torch.distributed.tensor.experimental.context_parallel`.
 #
-# ## d. Expert parallelism: some of the experts
+# ## e. Expert parallelism: some of the experts
 #
 # A *mixture of experts* replaces the MLP of a block by E MLPs, the experts. A small layer, the *router*, selects k of
 # them for each token. The compute per token is that of k experts, and the model has the parameters of E. Today's models
@@ -421,7 +520,7 @@ assert sent == 64 * C * 4 * 3 / 4
 # - **Costs:** the router may send most tokens to one expert. Its rank is then overloaded, and the others wait. Trainers
 #   add a loss for balance, or limit the number of tokens of an expert and drop the rest.
 #
-# ## e. All of them together
+# ## f. All of them together
 #
 # Large runs combine the methods, and put each one where its communication is cheap. A *device mesh* has one dimension
 # for each:
@@ -445,7 +544,7 @@ assert sent == 64 * C * 4 * 3 / 4
 # 3. f is the identity forward and an all-reduce backward, and g is the reverse.
 # 4. Nobody ever has the full weights of a layer. The gradients of these weights need no reduction before the update.
 # 5. Its volume grows with the tokens, and the next layer waits for it: keep it within a node.
-# 6. A pipeline sends least, and each rank is idle for (N-1)/(M+N-1) of the time.
+# 6. A pipeline sends least, and each rank is idle for (N-1)/(M+N-1) of the time. 1F1B limits the stored activations.
 # 7. Ring attention: queries stay, keys and values travel, and the online softmax adds the blocks.
 # 8. Experts: two all-to-alls forward and two backward, and the balance is the problem.
 # 9. Methods combine as dimensions of a mesh; the most demanding communication gets the fastest links.
@@ -459,7 +558,7 @@ assert sent == 64 * C * 4 * 3 / 4
 # |---|---|
 # | `parallel.1` | write the two autograd functions of tensor parallelism |
 # | `parallel.2` | count each gradient once in the global norm |
-# | `parallel.3` | schedule a pipeline |
+# | `parallel.3` | order the passes of a pipeline, 1F1B |
 # | `parallel.4` | write ring attention |
 # | `collectives.1` to `collectives.4` | write the collectives of this chapter on send and receive |
 # | `triton.2` | add a tile to an online softmax |

@@ -6,7 +6,7 @@ from workshop.exercises.checks.parallel import (
     check_ring_attention,
     check_tensor_parallel,
 )
-from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
+from workshop.exercises.exercise import Exercise, plant_mistake
 
 NOTEBOOK = "notebooks/11_what_comes_next.py"
 
@@ -18,8 +18,8 @@ EXERCISES = [
         task="""Attention and the MLP of a block have a column-parallel layer, and after it a row-parallel layer.
         CopyToRanks stands before the column-parallel layer, whose input every rank has in full. SumOverRanks stands
         after the row-parallel layer, whose output is a partial sum on each rank. Write the forward and
-        backward pass of both. Exactly one pass of each function communicates. Do not change a tensor that you were
-        given.""",
+        backward pass of both. Exactly one pass of each function communicates, over the ranks of `group`. Do not change
+        a tensor that you were given. A backward pass returns None for `group`.""",
         minutes=10,
         difficulty="easy",
         ranks=2,
@@ -27,19 +27,20 @@ EXERCISES = [
         nudge="The full input went into the channels of every rank. What does each rank know of its gradient?",
         idea="The gradient of the input is a partial sum, so the backward pass of CopyToRanks adds it over the ranks. "
         "SumOverRanks is the mirror image.",
-        line="dist.all_reduce(dx)",
+        line="dist.all_reduce(dx",
         mistakes=(
             plant_mistake(
-                "        dist.all_reduce(dx)  # each rank has only the part of dx that came through its own channels\n",
+                "        dist.all_reduce(dx, group=ctx.group)  # each rank has only the part of dx that came through its "
+                "own channels\n",
                 "",
                 "only the part of dx",
             ),
             plant_mistake(
-                "        return dy",
-                "        dy = dy.clone()\n        dist.all_reduce(dy)\n        return dy",
+                "        return dy, None",
+                "        dy = dy.clone()\n        dist.all_reduce(dy)\n        return dy, None",
                 "N times",
             ),
-            plant_mistake("        dist.all_reduce(total)\n", "", "only a partial sum"),
+            plant_mistake("        dist.all_reduce(total, group=group)\n", "", "only a partial sum"),
             plant_mistake("total = partial.clone()", "total = partial", "The input has changed"),
         ),
     ),
@@ -69,34 +70,34 @@ EXERCISES = [
     ),
     Exercise(
         name="parallel.3",
-        title="Schedule a pipeline",
-        targets=(f"{NOTEBOOK}:schedule_pipeline",),
-        task="""Rank r of a pipeline has the r-th part of the layers. A forward or backward pass of one micro-batch on
-        one rank takes one time slot. All forward passes come first, then all backward passes, as in GPipe. Return for
-        each rank, "rank 0", "rank 1", ..., what it does in each slot: "F0" is the forward pass of micro-batch 0, "B0"
-        its backward pass, and "" an idle slot. Use as few slots as possible.""",
+        title="Order the passes of a pipeline, 1F1B",
+        targets=(f"{NOTEBOOK}:order_1f1b",),
+        task="""Rank r of a pipeline has the r-th part of the layers. "F2" is the forward pass of micro-batch 2 on this
+        rank, and "B2" its backward pass, which takes twice as long. GPipe runs all forward passes first, so a rank
+        stores the activations of all micro-batches. Return the order in which a rank runs its passes so that it stores
+        as few micro-batches as possible, and the pipeline takes no longer than with GPipe.""",
         minutes=15,
         difficulty="medium",
         check=check_pipeline,
-        nudge="When can rank 1 begin with F0? On which rank does the first backward pass begin?",
-        idea="Rank r runs F m in slot r + m. The backward passes are the mirror image, from the last slot on.",
-        line='rows[f"rank {rank}"][slots - 1',
+        nudge="How many forward passes can rank 0 run before the first gradient comes back? How many the last rank?",
+        idea="Rank r begins with N - r forward passes, or with all of them if there are fewer. Then it alternates: one "
+        "backward pass, one forward pass, until no forward pass is left.",
+        line="first = min",
         mistakes=(
-            plant_mistake("[rank + m]", "[m]", "has not received"),
+            plant_mistake("first = min(ranks - rank, micro_batches)", "first = micro_batches", "stores"),
+            plant_mistake("first = min(ranks - rank, micro_batches)", "first = min(1, micro_batches)", "takes"),
             plant_mistake(
-                "[slots - 1 - rank - m]", "[micro_batches + rank + m + ranks - 1]", "the gradient of B0 comes from"
+                """        order.append(f"B{m}")
+        if first + m < micro_batches:
+            order.append(f"F{first + m}")
+""",
+                """        if first + m < micro_batches:
+            order.append(f"F{first + m}")
+        order.append(f"B{m}")
+""",
+                "stores",
             ),
-            plant_mistake(
-                "slots = 2 * (micro_batches + ranks - 1)", "slots = 2 * (micro_batches + ranks)", "can be shorter"
-            ),
-            Mistake(
-                (
-                    ("slots = 2 * (micro_batches + ranks - 1)", "slots = 2 * ranks * micro_batches"),
-                    ("[rank + m]", "[rank + ranks * m]"),
-                    ("[slots - 1 - rank - m]", "[slots - 1 - rank - ranks * m]"),
-                ),
-                "can be shorter",
-            ),
+            plant_mistake("first + m < micro_batches", "first + m < micro_batches - 1", "exactly once"),
         ),
     ),
     Exercise(

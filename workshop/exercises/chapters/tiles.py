@@ -1,6 +1,12 @@
 """Exercises on kernels in tiles: the matrix product, the order of its programs, a cache, and flash attention."""
 
-from workshop.exercises.checks.tiles import check_cache, check_flash_attention, check_matmul, check_order
+from workshop.exercises.checks.tiles import (
+    check_cache,
+    check_flash_attention,
+    check_matmul,
+    check_order,
+    check_query_gradient,
+)
 from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
 
 NOTEBOOK = "notebooks/05_triton_attention.py"
@@ -114,6 +120,30 @@ EXERCISES = [
                 "v_tile = tl.load(v + keys[:, None] * HS + channels[None, :])",
                 "read outside",
             ),
+        ),
+    ),
+    Exercise(
+        name="tiles.5",
+        title="Write the gradient of the queries",
+        targets=(f"{NOTEBOOK}:query_gradient_kernel",),
+        task="""The backward pass of flash attention has no stored weights. Program i computes dq for queries i * BQ to
+        (i + 1) * BQ of one head, from q, k, v, the gradient dy of the result, and two numbers per query: logsumexp, and
+        delta = dy . y. Loop over tiles of BK keys up to the diagonal. p = exp(score - logsumexp), dp = dy . v,
+        ds = p (dp - delta), and dq is the sum of ds k, times `scale`. T need not be a multiple of a tile.""",
+        minutes=30,
+        difficulty="hard",
+        check=check_query_gradient,
+        nudge="Which keys have a weight of 0, so that they must not change dq?",
+        idea="It is the forward loop without a running maximum: exp(score - logsumexp) is already the weight.",
+        line="dscores = weights *",
+        mistakes=(
+            plant_mistake("weights * (dweights - row_delta[:, None])", "weights * dweights", "delta"),
+            plant_mistake(
+                "tl.where(rows[:, None] >= keys[None, :], tl.exp(scores - row_logsumexp[:, None]), 0.0)",
+                "tl.exp(scores - row_logsumexp[:, None])",
+                "after their own position",
+            ),
+            plant_mistake("tl.dot(dscores, k_tile) * scale", "tl.dot(dscores, k_tile)", "The scale"),
         ),
     ),
 ]

@@ -138,3 +138,38 @@ def check_rows(y: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Non
         "and the result, is relative to the old maximum. Multiply both by exp(old - new).",
     )
     check_values(y, exact, "the result for several tiles of keys", "Does each load have a mask for rows up to T?", 1e-4)
+
+
+def check_query_gradient(answer: ModuleType, _: Any) -> None:
+    HS = 16
+    for T in (KEYS, TILE, 43):
+        q, k, v, dy = (draw_normal(T, HS, seed=i) for i in range(4))
+        scores = q @ k.T * HS**-0.5
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+        logsumexp = scores.masked_fill(hidden, -torch.inf).logsumexp(1)
+        weights, dweights = (scores - logsumexp[:, None]).exp(), dy @ v.T
+        delta = (weights.masked_fill(hidden, 0) * dweights).sum(1)
+        buffers = Buffers()
+        dq = buffers.allocate(T, HS)
+        args = [surround_with_nan(each) for each in (q, k, v, dy, logsumexp, delta)]
+        launch(answer.query_gradient_kernel, (-(-T // TILE),), *args, dq, T, HS**-0.5, HS=HS, BQ=TILE, BK=KEYS)
+        buffers.check()
+        causal = weights.masked_fill(hidden, 0)
+        right = (causal * (dweights - delta[:, None])) @ k * HS**-0.5
+        expect(
+            not is_close(dq, (causal * dweights) @ k * HS**-0.5, 1e-4),
+            "dq lacks delta. A larger score takes weight from all other keys of its row: ds = p (dp - delta).",
+        )
+        # A tile on the diagonal also has keys that its queries must not see.
+        last_key = (torch.arange(T) // TILE + 1) * TILE
+        visible = torch.arange(T)[None, :] < -(-last_key // KEYS * KEYS).clamp(max=T)[:, None]
+        everything = (weights * (dweights - delta[:, None])).masked_fill(~visible, 0) @ k * HS**-0.5
+        expect(
+            not is_close(dq, everything, 1e-4),
+            "dq contains keys after their own position: their weights must be 0.",
+        )
+        expect(
+            not is_close(dq * HS**-0.5, right, 1e-4),
+            "The scale is missing: the scores are q k times scale, so dq is the sum of ds k times scale.",
+        )
+        check_values(dq, right, f"dq for {T} tokens", "Does each load have a mask for rows up to T?", 1e-4)
