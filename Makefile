@@ -78,7 +78,6 @@ nanoGPT/data/%/meta.json: nanoGPT/data/%/prepare.py nanoGPT/prepare/text.py | .v
 	@test -e $@ || { echo "error: $< has written no meta.json, which names the tokenizer and the files: prepare your own text with make data INPUT=FILE" >&2; exit 2; }
 	@touch -c $@
 
-BENCH_fsdp := bench.sharding.fsdp_options
 # Without a GPU, small versions run in Triton's interpreter.
 BENCH_kernels = bench.gpu --to=out/kernels-$(shell date +%s) --only=times $(if $(shell command -v nvidia-smi),,--dry_run)
 BENCH_torture := bench.checkpoints.torture
@@ -129,26 +128,26 @@ elastic: .venv/.core data  ## train PHASE=phase3 as one node of an elastic job w
 watch: .venv/.core  ## show RUN=out/... while it trains: loss, ranks, checkpoints; without RUN, the newest run
 	@$(PY) -m operate.watch $(if $(RUN),$(call QUOTED,--run=$(RUN)))
 plot: .venv/.core  ## draw the metrics of RUN=out/a,out/b in one figure, and print a summary
-	@$(PY) -m operate.plot $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
+	@$(PY) -m operate.plot $(if $(RUN),$(call QUOTED,--run=$(RUN)))
 autopsy: .venv/.core  ## find out why RUN=out/... failed or is slow, and how to continue; without RUN, the newest run
 	@$(PY) -m operate.autopsy $(if $(RUN),$(call QUOTED,--run=$(RUN))) $(ARGS)
 fault: .venv/.core data  ## start a run with a planted fault, NAME=hang; without NAME, list the faults
 	@$(PY) -m workshop.faults $(if $(NAME),--name=$(NAME))
 gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare losses, memory and speed
-	@$(PY) -m bench.gate --phase=$(PHASE) --gpus=$(GPUS) $(FLAGS)
+	@$(PY) -m bench.gate --gpus=$(GPUS) $(TRAINER) $(FLAGS)
 
 ##@ measure
 plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, most expensive operators
-	@OMP_NUM_THREADS=1 $(PY) -m bench.profile_step $(PHASE) $(GPUS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.profile_step --gpus=$(GPUS) $(TRAINER) $(ARGS)
 matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
 suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers or seeds; resumes after a kill
 	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
-bench: .venv/.dev data  ## measure NAME=fsdp (all pairs of options), kernels, or torture (kills of saves)
-	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose fsdp, kernels or torture" >&2; exit 2; }
+bench: .venv/.dev data  ## measure NAME=kernels, or torture (kills of saves)
+	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose kernels or torture" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(PY) -m $(BENCH_$(NAME)) $(ARGS)
 gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repeat it until nothing is left
 	@$(PY) -m bench.gpu --to="$(or $(TO),out/gpu)" $(ARGS)

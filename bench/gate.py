@@ -29,16 +29,17 @@ import numpy as np
 
 from bench.checks import Check, format_check, has_failed, summarize
 from bench.matrix.cells import matches_formula
-from bench.phases import PHASES, ROOT, find_package, load_config_class
+from bench.phases import PHASES, ROOT, Ranks, find_phase, load_config_class
 from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run
 from bench.suite.execution import Run, execute
 from nanoGPT.dataset import find_mixture
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.parse import is_config_file, parse
-from nanoGPT.job.program import command_line, join_flag_values, report_errors
+from nanoGPT.job.parse import parse
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.job.start import check_run
 from nanoGPT.prepare.meta import read_dataset_meta
 from nanoGPT.train_config import TrainConfig, field_names
+from operate.launch import split_arguments
 
 SYNTHETIC_STEPS, REAL_STEPS = 200, 300
 EARLY_STEPS = 20  # up to this step, two curves differ only by rounding; later, small differences grow
@@ -52,16 +53,6 @@ SAMPLING_ERROR = 0.03  # nats: more than four standard errors of a loss over 8,0
 MEMORY_MARGIN = 1.05  # of the planner's prediction
 SPEED_MARGIN = 0.5  # of the planner's prediction
 MINUTES = 60.0  # time limit of one run
-
-
-@dataclass
-class GateConfig:
-    """Command-line options of `make gate`. All other flags are flags of the trainer."""
-
-    phase: str = "phase3"
-    """phase1, phase2 or phase3; it is compared with the baseline"""
-    gpus: int = 1
-    """ranks, one per GPU"""
 
 
 @dataclass
@@ -81,30 +72,21 @@ class Trial:
     lines: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
-def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line into the flags of the gate, and the config files and flags of the trainer."""
-    words = join_flag_values(words)
-    names = field_names(GateConfig)
-    is_gate_flag = [word.lstrip("-").partition("=")[0].replace("-", "_") in names for word in words]
-    gate_words = [word for word, is_gate in zip(words, is_gate_flag, strict=True) if is_gate or word == "--help"]
-    return gate_words, [word for word in words if word not in gate_words]
-
-
-def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Trial]:
+def build_trials(phase: str, ranks: int, words: list[str], out_dir: Path) -> list[Trial]:
     """Return the trials, each with a configuration that both trainers accept.
 
+    Args:
+        phase: to compare with the baseline.
+        ranks: of each run.
+        words: the config files and flags of the trainer.
+        out_dir: for the runs.
+
     Raises:
-        ConfigError: the phase is unknown or the baseline, or a flag is not valid.
+        ConfigError: the phase is the baseline, or a flag is not valid.
     """
-    package = find_package(gate.phase)
-    if package == "nanoGPT":
-        raise ConfigError(f"PHASE={gate.phase} cannot be compared with itself: use phase1, phase2 or phase3")
-    if gate.gpus < 1:
-        raise ConfigError(f"GPUS={gate.gpus} is out of range: use 1 or more")
-    for word in words:
-        if not word.startswith("--") and not is_config_file(word):
-            raise ConfigError(f"{word!r} is neither a flag nor a config file: write --flag=value or config/name.py")
-    config = parse(load_config_class(gate.phase), words, ROOT / package / "train.py", gate.gpus)
+    if phase == "baseline":
+        raise ConfigError("PHASE=baseline cannot be compared with itself: use phase1, phase2 or phase3")
+    config = parse(load_config_class(phase), words, ROOT / PHASES[phase] / "train.py", ranks)
     trials = []
     for name, steps in (("synthetic", SYNTHETIC_STEPS), ("dataset", REAL_STEPS)):
         if uses_interpreter(config):
@@ -114,11 +96,11 @@ def build_trials(gate: GateConfig, words: list[str], out_dir: Path) -> list[Tria
         fields |= {"warmup_iters": min(config.warmup_iters, steps // 4), "lr_decay_iters": None}
         fields |= {"init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
         trial_config = dataclasses.replace(config, **fields)
-        check_run(trial_config, gate.gpus, gate.gpus)
-        baseline, phase = (
-            build_run(each, gate.gpus, trial_config, out_dir / f"{name}-{each}") for each in ("baseline", gate.phase)
+        check_run(trial_config, ranks, ranks)
+        baseline, other = (
+            build_run(each, ranks, trial_config, out_dir / f"{name}-{each}") for each in ("baseline", phase)
         )
-        trials.append(Trial(trial_config.dataset, trial_config, (baseline, phase)))
+        trials.append(Trial(trial_config.dataset, trial_config, (baseline, other)))
     return trials
 
 
@@ -260,25 +242,24 @@ def read_rates(lines: list[dict[str, Any]]) -> list[float]:
     return rates[len(rates) // 2 :]
 
 
-def main(gate: GateConfig, words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the gate, print a table, and return the exit code."""
-    phase = next(name for name, package in PHASES.items() if package == find_package(gate.phase))
-    gate = dataclasses.replace(gate, phase=phase)
-    out_dir = Path("out") / f"gate-{phase}-{gate.gpus}-{time.strftime('%Y%m%d-%H%M%S')}"
-    trials = build_trials(gate, words, out_dir)
+    arguments, trainer, words = split_arguments(arguments)
+    phase, ranks = find_phase(trainer), command_line(Ranks, arguments).gpus
+    out_dir = Path("out") / f"gate-{phase}-{ranks}-{time.strftime('%Y%m%d-%H%M%S')}"
+    trials = build_trials(phase, ranks, words, out_dir)
     checks: list[Check] = []
     for trial in trials:
-        predicted = predict_run(trial.config, phase, gate.gpus, detect_hardware())
+        predicted = predict_run(trial.config, phase, ranks, detect_hardware())
         failure = execute_trial(trial)
         checks += [failure] if failure else check_trial(trial, predicted)
     width = max(len(check.subject) for check in checks)
     print("\n" + "\n".join(format_check(check, width) for check in checks))
     verdict = "is not ready for a long run" if has_failed(checks) else "is ready for a long run"
-    print(f"\n{phase} on {gate.gpus} rank(s) {verdict}: {summarize(checks)}; the runs are in {out_dir}")
+    print(f"\n{phase} on {ranks} rank(s) {verdict}: {summarize(checks)}; the runs are in {out_dir}")
     return int(has_failed(checks))
 
 
 if __name__ == "__main__":
     with report_errors():
-        gate_words, trainer_words = split_flags(sys.argv[1:])
-        sys.exit(main(command_line(GateConfig, gate_words), trainer_words))
+        sys.exit(main(sys.argv[1:]))

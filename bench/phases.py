@@ -1,6 +1,8 @@
 """The directory of the repository, and the package of each phase on the command line."""
 
 import importlib
+from dataclasses import dataclass
+from pathlib import Path
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
@@ -9,6 +11,28 @@ from nanoGPT.train_config import TrainConfig
 
 ROOT = PACKAGE.parent
 PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
+
+
+@dataclass
+class Ranks:
+    """Command-line options of a program that starts ranks on this machine. The trainer and its flags follow them."""
+
+    gpus: int = 1
+    """ranks, one per GPU"""
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise ConfigError(f"GPUS={self.gpus} is out of range: use 1 or more")
+
+
+def find_phase(trainer: Path) -> str:
+    """Return the name of the phase that a train.py belongs to.
+
+    Raises:
+        ConfigError: the phase is unknown.
+    """
+    package = find_package(trainer.resolve().parent.name)
+    return next(phase for phase, name in PHASES.items() if name == package)
 
 
 def find_package(phase: str) -> str:

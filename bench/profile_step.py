@@ -5,12 +5,13 @@
 
 The command writes into out/profile/PHASE-GPUS:
 
-- rank0.json.gz, rank1.json.gz, ...: a trace of every rank, which Perfetto (ui.perfetto.dev) opens
-- timeline.png: computation and communication of rank 0, and how much communication overlaps with computation
+- rank0.json.gz, rank1.json.gz, ...: the timeline of every rank, which Perfetto (ui.perfetto.dev) opens, and without a
+  network the page chrome://tracing of Chromium
+- timeline.json: the begin and the end of the computation and the communication of rank 0
 - operators.txt: the ten operators that take longest
 
-On a GPU, the timeline shows kernels. Without a GPU, it shows the operators that compute in the thread of the training
-loop, and the collectives in gloo's threads.
+It prints how much of the communication overlaps with computation. On a GPU, kernels count as computation. Without a
+GPU, these are the operators that compute in the thread of the training loop.
 """
 
 import importlib
@@ -18,7 +19,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from bench.phases import ROOT, find_package, load_config_class
+from bench.phases import PHASES, ROOT, Ranks, find_phase, load_config_class
 from nanoGPT import observers
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.train_config import TrainConfig, validate
+from operate.launch import split_arguments
 from operate.ranks import RankFailed, run_on_ranks
 
 FIRST, LAST = 2, 3  # steps that the profiler records
@@ -58,7 +59,7 @@ COMPUTATION = (
 class Observer(observers.Observer):
     """Profiles a few steps, and writes the trace of this rank into the directory above that of the run.
 
-    Rank 0 also writes the timeline and the operators.
+    Rank 0 also writes the spans and the operators.
     """
 
     def __init__(self, config: Any) -> None:
@@ -200,96 +201,52 @@ def format_summary(summary: dict[str, float]) -> str:
     )
 
 
-def draw_timeline(spans: dict[str, list[tuple[str, float, float]]], summary: dict[str, float], path: Path) -> None:
-    """Draw computation and communication as two rows of bars over time. Exposed communication has a darker color."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3), layout="constrained")
-    axes = figure.subplots()
-    computation, communication = merge(spans["computation"]), merge(spans["communication"])
-    rows = (
-        (0, communication, "#b34700", "communication without computation"),
-        (0, intersect(communication, computation), "#ffb366", "communication overlapped with computation"),
-        (1, computation, "tab:blue", "computation"),
-    )
-    for height, bars, color, label in rows:
-        ranges = [(begin, end - begin) for begin, end in bars]
-        # No edge line: it would be wider than most bars.
-        axes.broken_barh(ranges, (height - 0.4, 0.8), color=color, linewidth=0, label=label)
-    for name, begin, _ in spans["step"]:
-        axes.axvline(begin, color="grey", linewidth=0.8)
-        axes.text(begin, 1.5, f" {name}", fontsize="small", va="bottom")
-    axes.set_yticks([0, 1], ["communication", "computation"])
-    axes.set(xlabel="time (ms)", ylim=(-0.5, 1.8))
-    axes.set_title(f"{summary['overlap']:.0%} of the communication overlaps with computation")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path)
-
-
 def parse_request(words: list[str]) -> tuple[str, int, TrainConfig]:
     """Return the phase, the number of ranks and the configuration of a command line.
 
     Raises:
         ConfigError: one of them is invalid.
     """
-    if len(words) < 2:
-        raise ConfigError("give a phase and a number of ranks, such as phase3 4")
-    phase, ranks, *rest = words
-    package = find_package(phase)
-    if not (ranks.isascii() and ranks.isdigit() and int(ranks)):
-        raise ConfigError(f"GPUS={ranks} is not a number of ranks: use 1 or more")
+    arguments, trainer, rest = split_arguments(words)
+    phase, ranks = find_phase(trainer), command_line(Ranks, arguments).gpus
     if fixed_flags := [word for word in rest if word.split("=")[0].lstrip("-") in FIXED_FIELDS]:
         names = ", ".join(sorted(FIXED_FIELDS))
         raise ConfigError(f"{fixed_flags[0]} cannot be used here: make profile sets {names}; leave it out")
-    folder = Path("out") / "profile" / f"{phase}-{ranks}"
-    trainer = ROOT / package / "train.py"
+    folder = Path("out").resolve() / "profile" / f"{phase}-{ranks}"
     fixed = [f"--max_iters={LAST + 1}", "--log_interval=1", "--eval_iters=8", f"--out_dir={folder / 'run'}"]
-    config = parse(load_config_class(phase), [*rest, *fixed], trainer, int(ranks))
-    validate(config, int(ranks))
+    config = parse(load_config_class(phase), [*rest, *fixed], ROOT / PHASES[phase] / "train.py", ranks)
+    validate(config, ranks)
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device={config.device} needs a GPU, and torch finds none: leave out --device")
-    return phase, int(ranks), config
+    return phase, ranks, config
 
 
 def main(words: list[str]) -> None:
     """Profile; print the most expensive operators, the summary, and the paths of the files."""
-    if words[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-        return
     phase, ranks, config = parse_request(words)
-    folder = Path(config.out_dir).parent.resolve()
+    folder = Path(config.out_dir).parent
     uses_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     config = replace(config, device="cuda" if uses_gpu else "cpu")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
-        new_folder = Path(temporary) / folder.name
-        summary = profile_into(new_folder, find_package(phase), ranks, config)
-        shutil.rmtree(folder, ignore_errors=True)  # only now: a failed profile does not delete the previous one
-        new_folder.rename(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    summary = profile_into(folder, PHASES[phase], ranks, config)
     print((folder / "operators.txt").read_text())
-    print(
-        f"{format_summary(summary)}\n"
-        f"wrote {folder}: timeline.png, operators.txt, and rank*.json.gz: open these in ui.perfetto.dev"
-    )
+    print(f"{format_summary(summary)}\nwrote {folder}: operators.txt, and rank*.json.gz: open these in ui.perfetto.dev")
 
 
 def profile_into(folder: Path, package: str, ranks: int, config: TrainConfig) -> dict[str, float]:
-    """Profile on real ranks, draw the timeline, and return the summary.
+    """Profile on real ranks, and return the summary.
 
     Raises:
         ConfigError: a rank failed; the message is the last line of its error.
     """
     (folder / "run").mkdir(parents=True)
-    config = replace(config, out_dir=str(folder / "run"), observers="bench.profile_step")
+    config = replace(config, observers="bench.profile_step")
     try:
         run_on_ranks(train_on_rank, ranks, package, config, timeout=600, show=False, device=config.device)
     except RankFailed as failure:
         last_line = str(failure).strip().splitlines()[-1]
         raise ConfigError(last_line.removeprefix("nanoGPT.errors.ConfigError: ")) from None
-    spans = json.loads((folder / "timeline.json").read_text())
-    summary = summarize(spans)
-    draw_timeline(spans, summary, folder / "timeline.png")
-    return summary
+    return summarize(json.loads((folder / "timeline.json").read_text()))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,25 @@ PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models
 StepChoice = int | Literal["best"] | None  # a checkpoint of a run; None: the newest
 
 
+GPU_DEFAULTS: dict[str, object] = {
+    "dataset": "shakespeare",
+    "batch_size": 12,
+    "block_size": 1024,
+    "gradient_accumulation_steps": 16,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "learning_rate": 6e-4,
+    "min_lr": 6e-5,
+    "beta2": 0.95,
+    "max_iters": 500,
+    "warmup_iters": 50,
+    "eval_interval": 100,
+    "eval_iters": 64,
+    "compile": True,
+}
+
+
 @dataclass
 class TrainConfig(Flags):
     """GPT-2 training. The defaults depend on the device: a small character model on a CPU, GPT-2 124M on a GPU."""
@@ -106,6 +125,11 @@ class TrainConfig(Flags):
     observers: str = field(default_factory=find_default_observers)
     """modules that observe the run, such as operate,measure,my_metrics; they may add flags; empty: none"""
 
+    @classmethod
+    def gpu_defaults(cls) -> dict[str, object]:
+        """Return the defaults on a GPU that differ from those of the class."""
+        return GPU_DEFAULTS
+
     def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
         """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
         return 1.0
@@ -128,25 +152,6 @@ class TrainConfig(Flags):
     def supports_mps(self) -> bool:
         """Whether the trainer can run on an Apple GPU, with one process."""
         return True
-
-
-GPU_DEFAULTS = {
-    "dataset": "shakespeare",
-    "batch_size": 12,
-    "block_size": 1024,
-    "gradient_accumulation_steps": 16,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "learning_rate": 6e-4,
-    "min_lr": 6e-5,
-    "beta2": 0.95,
-    "max_iters": 500,
-    "warmup_iters": 50,
-    "eval_interval": 100,
-    "eval_iters": 64,
-    "compile": True,
-}
 
 
 def cpu_defaults(config_class: type[TrainConfig], world_size: int) -> dict[str, object]:

@@ -293,6 +293,7 @@ for T in (16, 128):
 # %% answer="query_gradient_kernel"
 @triton.jit
 def query_gradient_kernel(q, k, v, dy, logsumexp, delta, dq, T, scale, HS: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+    """Compute the gradient of the queries of one tile."""
     rows, channels = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, HS)
     inside, places = rows[:, None] < T, rows[:, None] * HS + channels[None, :]
     queries, dys = tl.load(q + places, mask=inside, other=0.0), tl.load(dy + places, mask=inside, other=0.0)

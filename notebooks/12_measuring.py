@@ -137,7 +137,7 @@ for name, samples in (("one after another", one_after_another), ("alternating", 
 # the same; use the median for a training with changing inputs. On several ranks, take the slowest rank of each step, since
 # the others wait for it.
 #
-# `make gate` compares your working tree with a commit in this way, and `make profile` shows where a step spends its time.
+# `make profile` shows where a step spends its time, and `make gate` compares a phase with the baseline.
 #
 # ## d. Memory
 #

@@ -51,9 +51,8 @@ from nanoGPT.job.parse import parse
 from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.train_config import TrainConfig
-from operate.launch import config_to_env, list_rank_processes, load_trainer, split_arguments
+from operate.launch import config_to_env, copy_output, list_rank_processes, load_trainer, split_arguments
 from operate.node_monitor import NodeMonitor, connect, kill_processes
-from operate.rank_logs import copy_output
 from operate.restart import ELASTIC_VARIABLE, STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
 from operate.run_description import describe_inputs
 from operate.store import is_served

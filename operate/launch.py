@@ -28,7 +28,7 @@ from types import ModuleType
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # let Ctrl-C stop the slow import of torch without a traceback
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -46,7 +46,6 @@ from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from operate.observer import read_flags
-from operate.rank_logs import copy_output
 from operate.restart import has_finished
 from operate.watchdog import StallDetector, list_children, watch_children
 
@@ -221,6 +220,30 @@ def configure_agent(place: NodeConfig, logs: str) -> LaunchConfig:
     )
 
 
+def copy_output(config: LaunchConfig, logs: str) -> LaunchConfig:
+    """Return the settings of an elastic agent that copies the output of its ranks, as `torchrun --tee=3` does.
+
+    The first rank of the node prints to the console only: its progress bar needs a terminal. torch writes the output of
+    the others, of libraries such as NCCL too, into {logs}/{run id}/attempt_{n}/{local rank}/stdout.log and stderr.log,
+    and shows it on the console after the number of the rank. The reason why a rank failed is in error.json.
+
+    Args:
+        config: the settings without a copy.
+        logs: a directory.
+    """
+    specs = DefaultLogsSpecs(logs, tee=dict.fromkeys(range(1, config.nproc_per_node), Std.ALL))
+    return dataclasses.replace(config, logs_specs=specs, log_line_prefix_template="[rank${rank}] ")
+
+
+def run_job(place: NodeConfig, command: list[str], config: TrainConfig) -> int:
+    """Start the ranks of this node and the watchdog, wait for the ranks, and return the exit code of the job."""
+    watch = start_watchdog(config, place)
+    if place.world_size == 1:
+        return run_one_rank(command, config, watch)
+    with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
+        return run_ranks(place, command, config, watch, logs)
+
+
 def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
     """Start the ranks of this node, wait for them, and return the exit code of the job.
 
@@ -284,13 +307,7 @@ def main(arguments: list[str]) -> int:
         config = read_checked_config(trainer, trainer_arguments, meeting)
         config = dataclasses.replace(config, out_dir=create_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
-    command = [str(trainer), *trainer_arguments]
-    watch = start_watchdog(config, place)
-    with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
-        if place.world_size == 1:
-            code = run_one_rank(command, config, watch)
-        else:
-            code = run_ranks(place, command, config, watch, logs)
+    code = run_job(place, [str(trainer), *trainer_arguments], config)
     if code == 0 and place.node_rank == 0 and has_finished(config):
         show_sample(config)
     return code

@@ -10,7 +10,6 @@ values come from metrics.jsonl.
 import itertools
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:  # matplotlib is slow to import, and only a drawing needs it
     from matplotlib.axes import Axes
 
 Lines = list[dict[str, Any]]
+PLOT = Path("out") / "plot.png"
 STYLES = ("-", "--", ":", "-.")
 
 # The key in metrics.jsonl, the label of the axis, and the factor for the values.
@@ -91,33 +91,13 @@ def summarize(runs: dict[str, Lines]) -> Table:
     return table
 
 
-def check_plot(path: Path) -> None:
-    """Check that the figure can be written.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if path.is_dir():
-        raise ConfigError(f"--to={path} is a directory: use a file name, such as {path / 'plan.png'}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--to={path}: the directory {path.parent} does not exist; create it first")
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"--to={path} has an unknown file type: use a name that ends in .png, .pdf or .svg")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ConfigError(f"--to={path} cannot be written ({error.strerror}): use another directory") from None
-
-
-def main(run: str = "", to: Path = Path("out/plot.png")) -> None:
+def main(run: str = "") -> None:
     """Draw the metrics of runs in one figure.
 
     Args:
         run: directories of runs, separated by commas; empty: the newest run under out/.
-        to: file of the figure.
     """
     runs = read_runs(run)
-    check_plot(to)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,9 +107,10 @@ def main(run: str = "", to: Path = Path("out/plot.png")) -> None:
     for panel, (key, label, factor) in zip(axes.flat, PANELS, strict=True):
         draw_metric(panel, runs, key, label, factor)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
-    figure.savefig(to, dpi=120)
+    PLOT.parent.mkdir(exist_ok=True)
+    figure.savefig(PLOT, dpi=120)
     Console(width=1000).print(summarize(runs))  # wider than any name of a directory
-    print(f"wrote {to}")
+    print(f"wrote {PLOT}")
 
 
 if __name__ == "__main__":

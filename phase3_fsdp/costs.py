@@ -115,13 +115,23 @@ def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:
         f"per step: {collectives or 'no collectives'}; "
         f"communication volume per rank {volume / 1e6:,.1f} MB (ring algorithm)"
     )
-    parts = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
-    sizes = Counter(sum(p.numel() for p in own_params(m)) for m in parts)
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    parts = {name: m for name, m in modules.items() if isinstance(m, FSDPModule) and m is not model}
+    sizes = Counter(sum(p.numel() for p in own_params(m)) for m in parts.values())
     local = sum(local_shard(p).numel() for p in model.parameters())
     num_shards = next(p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor))
     units = [f"{count} unit{'s' * (count > 1)} of {size:,} parameters" for size, count in sizes.items()]
     root = sum(p.numel() for p in own_params(model))
+    names = list(parts)
+    shown = f"{names[0]} to {names[-1]}" if len(names) > 2 else ", ".join(names)
+    if not names:
+        largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+        shown = (
+            f"no module has --fsdp_wrap={config.fsdp_wrap} parameters, so the full model is gathered at once: use "
+            f"--fsdp_wrap={largest} or less, or --fsdp_wrap=block"
+        )
     return (
-        f"sharded over {num_shards} of {run.world_size} rank(s): {', '.join([*units, f'a root unit of {root:,}'])}; "
-        f"rank 0 stores {local:,} of {params:,} parameters\n{step}"
+        f"wrapping the model with FSDP2 (fully_shard): {', '.join([*units, f'a root unit of {root:,}'])} ({shown})\n"
+        f"sharded over {num_shards} of {run.world_size} rank(s); rank 0 stores {local:,} of {params:,} parameters\n"
+        f"{step}"
     )

@@ -5,7 +5,6 @@ skipped with a reason.
 """
 
 import atexit
-import contextlib
 import gc
 import os
 import sys
@@ -49,15 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    use_batch_scheduling()
     gc.disable()  # imports leave no garbage behind, and each search for it visits a million objects
     import torch
     import torch._inductor.config
 
+    from nanoGPT.distributed.process_group import use_batch_scheduling
     from operate import ranks
     from tests.helpers.forking import start_rank_server
     from tests.helpers.programs import DEADLINE
 
+    use_batch_scheduling()  # on 2 cores, 306 tests with ranks took 0.85 of the processor time
     torch.set_num_threads(1)  # several tests run at a time, and many of them start ranks
     ranks.DEFAULT_TIMEOUT = DEADLINE
     # Without vector instructions, g++ compiles Inductor's code in two thirds of the time. The slow cases of
@@ -69,18 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
     capture.resume_global_capture()  # so that pytest prints the output of ranks and programs if a test fails
     start_rank_server()
     capture.suspend_global_capture()
-
-
-def use_batch_scheduling() -> None:
-    """Select Linux's SCHED_BATCH for this process and all processes that it starts.
-
-    A thread that receives data then does not interrupt the running thread. By default, the receiving thread of gloo
-    often interrupts the thread that holds its lock, and tries the lock again and again until that thread can continue.
-    On 2 cores, 306 tests with ranks took 0.85 of the processor time.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a container may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

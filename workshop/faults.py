@@ -12,7 +12,6 @@ import importlib
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from nanoGPT.job.start import main as run_trainer_program
 from nanoGPT.model import Block
 from nanoGPT.optim import grad_norm
 from nanoGPT.train_config import TrainConfig
-from operate.launch import run_ranks, start_watchdog
+from operate.launch import run_job
 from operate.nodes import NodeConfig
 from workshop.imports import ROOT
 
@@ -216,10 +215,7 @@ FAULTS = {
 
 def start_ranks(name: str, ranks: int, config: TrainConfig) -> int:
     """Start the ranks of a faulty run with the launcher's functions, and return the exit code."""
-    command = ["-m", "workshop.faults", f"--as_rank_of={name}"]
-    with tempfile.TemporaryDirectory(prefix="fault-") as logs:
-        place = NodeConfig(gpus=ranks)
-        return run_ranks(place, command, config, start_watchdog(config, place), logs)
+    return run_job(NodeConfig(gpus=ranks), ["-m", "workshop.faults", f"--as_rank_of={name}"], config)
 
 
 def run_rank(name: str) -> None:

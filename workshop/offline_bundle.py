@@ -27,7 +27,7 @@ from workshop.copy_phase import MAX_DATASET_BYTES
 from workshop.imports import ROOT
 from workshop.set_up import BUNDLE, describe_platform
 
-DEFAULT = ROOT / "out" / "offline-bundle.tar"
+ARCHIVE = ROOT / "out" / "offline-bundle.tar"
 TOP = "sharded-nanogpt"  # the directory in the archive
 EXTRAS = ("notebooks", "pytest")
 
@@ -114,22 +114,15 @@ def write_archive(to: Path, wheels: list[Path]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def make_bundle(to: str = "") -> None:
-    """Write one archive that sets up laptops without a network.
-
-    Args:
-        to: path of the archive; empty: out/offline-bundle.tar.
-    """
-    path = Path(to) if to else DEFAULT
-    if path.is_dir():
-        raise ConfigError(f"TO={path} is a directory: give the path of a file, such as {path}/offline-bundle.tar")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tmp-wheels-") as folder:
+def make_bundle() -> None:
+    """Write one archive that sets up laptops without a network, out/offline-bundle.tar."""
+    ARCHIVE.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ARCHIVE.parent, prefix=".tmp-wheels-") as folder:
         print("downloading the packages of .venv as wheels; this takes a few minutes", flush=True)
-        write_archive(path, download_wheels(list_requirements(), Path(folder)))
-    machine = describe_platform()
-    print(f"{path}: {path.stat().st_size / 1e6:.0f} MB, for {machine['platform']} with Python {machine['python']}")
-    print(f"on each laptop, without a network, run:\n    tar xf {path.name} && cd {TOP} && make setup")
+        write_archive(ARCHIVE, download_wheels(list_requirements(), Path(folder)))
+    machine, size = describe_platform(), ARCHIVE.stat().st_size
+    print(f"{ARCHIVE}: {size / 1e6:.0f} MB, for {machine['platform']} with Python {machine['python']}")
+    print(f"on each laptop, without a network, run:\n    tar xf {ARCHIVE.name} && cd {TOP} && make setup")
 
 
 if __name__ == "__main__":

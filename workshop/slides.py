@@ -20,7 +20,7 @@ from nanoGPT.job.program import command_line, report_errors
 from workshop.imports import ROOT
 from workshop.notebooks import list_scripts
 
-DEFAULT = ROOT / "out" / "slides.html"
+SLIDES = ROOT / "out" / "slides.html"
 QUESTION = "**Predict first:**"
 MAX_INTRODUCTION = 2  # paragraphs of a notebook's beginning
 MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -115,20 +115,15 @@ def make_slides(parts: list[Part]) -> Iterator[str]:
             yield f"<section>{part}{render(heading)}{render(content)}</section>"
 
 
-def write_slides(to: str = "") -> None:
-    """Write the slides of all notebooks into one HTML file.
-
-    Args:
-        to: path of the file; empty: out/slides.html.
-    """
-    path = Path(to) if to else DEFAULT
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_slides() -> None:
+    """Write the slides of all notebooks into one HTML file, out/slides.html."""
+    SLIDES.parent.mkdir(exist_ok=True)
     title = html.escape((ROOT / "README.md").read_text().splitlines()[0].removeprefix("# "))
     slides = [f'<section class="title"><h1>{title}</h1><p>Press the space bar for the next slide.</p></section>']
     for script in list_scripts():
         slides += make_slides(read_parts(script.with_suffix(".ipynb")))
-    write_atomically(path, PAGE.format(title=title, slides="\n".join(slides)).encode())
-    print(f"{path}: {len(slides)} slides, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    write_atomically(SLIDES, PAGE.format(title=title, slides="\n".join(slides)).encode())
+    print(f"{SLIDES}: {len(slides)} slides, {SLIDES.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     make bench NAME=torture                          # every point of a save, then 500 kills at random moments
     make bench NAME=torture ARGS="--kills=20"        # only 20 kills at random moments
-    make bench NAME=torture ARGS=--write             # also write bench/results/torture-<hardware>.json
 
 Two ranks save a small model, sharded by FSDP, again and again. Before each save, they set every number of the model to
 the number of the step. A kill is a SIGKILL of one rank, at a named point of a save or at a random moment. The other
@@ -17,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.checkpoints.fault_points import CPU, RANKS, Saver, kill_at_every_point, kill_ranks, load_and_save
-from bench.tables.records import write_result
+from bench.checkpoints.fault_points import RANKS, Saver, kill_at_every_point, kill_ranks, load_and_save
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.job.program import command_line, report_errors
 from operate.ranks import collect, run_on_ranks, start_ranks
@@ -75,21 +73,16 @@ def await_step(folder: str, step: int, started: list[tuple[Any, Any]]) -> None:
     assert message == ("line", f"loaded {step - 1}"), f"rank 0 sent {message}, but step {step - 1} was the newest"
 
 
-def main(kills: int = 500, seed: int = 1, write: bool = False) -> None:
+def main(kills: int = 500, seed: int = 1) -> None:
     """Kill saves, and check that no saved step is lost.
 
     Args:
         kills: number of kills at random moments.
         seed: seed of the random moments.
-        write: also write bench/results/torture-<hardware>.json.
     """
-    rows = kill_at_every_point()
+    kill_at_every_point()
     last_step = kill_at_random_moments(kills, seed)
     print(f"{kills} kills at random moments: every saved step loaded, {last_step} in total")
-    if write:
-        settings = {"command": f"make bench NAME=torture ARGS='--kills={kills} --write'", "ranks": RANKS, "seed": seed}
-        samples = {"sweep": rows, "kills": kills, "last_step": last_step}
-        print(f"wrote {write_result('torture', CPU, settings, samples)}")
 
 
 if __name__ == "__main__":

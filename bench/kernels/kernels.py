@@ -9,7 +9,6 @@ start a call is not part of its time on a GPU.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,19 +31,6 @@ def parse_names(value: str, known: list[str]) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One timed call, in milliseconds.
-
-    Attributes:
-        device_ms: from the first to the last kernel on the device.
-        host_ms: until the call returns, which includes the time of Python. On a CPU both are the same.
-    """
-
-    device_ms: float
-    host_ms: float
-
-
 class Stopwatch:
     """A timer of calls: it uses CUDA events on a GPU, where calls are queued, and the clock on a CPU.
 
@@ -59,23 +45,23 @@ class Stopwatch:
         self.cuda = device.type == "cuda"
         self.flush_buffer = torch.empty(256 * 2**20 if self.cuda else 2**20, dtype=torch.int8, device=device)
 
-    def time(self, call: Callable[[], Any]) -> Timing:
-        """Flush the cache, run the call once, and return its time."""
+    def time(self, call: Callable[[], Any]) -> float:
+        """Flush the cache, run the call once, and return its time in ms.
+
+        On a GPU, this is the time from its first to its last kernel.
+        """
         self.flush_buffer.zero_()
         if not self.cuda:
             start = time.perf_counter()
             call()
-            ms = 1000 * (time.perf_counter() - start)
-            return Timing(ms, ms)
+            return 1000 * (time.perf_counter() - start)
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(self.SLEEP_MS * self.CYCLES_PER_MS)
         start_event.record()
-        start = time.perf_counter()
         call()
-        host_ms = 1000 * (time.perf_counter() - start)
         end_event.record()
         end_event.synchronize()
-        return Timing(start_event.elapsed_time(end_event), host_ms)
+        return start_event.elapsed_time(end_event)
 
     def check_device(self) -> None:
         """Raise the error of an earlier kernel if it made the CUDA context unusable: later times would mean nothing."""
@@ -101,8 +87,8 @@ def measure_limits(watch: Stopwatch, device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
     dtype = torch.bfloat16 if watch.cuda else torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    copy_ms = min(watch.time(lambda: target.copy_(source)).device_ms for _ in range(20))
-    product_ms = min(watch.time(lambda: a @ b).device_ms for _ in range(20))
+    copy_ms = min(watch.time(lambda: target.copy_(source)) for _ in range(20))
+    product_ms = min(watch.time(lambda: a @ b) for _ in range(20))
     return {"bytes_per_second": 2 * size / copy_ms * 1e3, "flops_per_second": 2 * n**3 / product_ms * 1e3}
 
 
@@ -136,7 +122,7 @@ def measure(case: Case, watch: Stopwatch, rounds: int) -> list[dict[str, Any]]:
             watch.check_device()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             rows.append({**describe_row(case, contender, "all", case.forward), "error": reason})
-    timings: dict[tuple[str, str], list[Timing]] = {key: [] for key in calls}
+    timings: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
         for (contender, name), call in calls.items():
             with case.context_of(contender):
@@ -145,11 +131,8 @@ def measure(case: Case, watch: Stopwatch, rounds: int) -> list[dict[str, Any]]:
         cost = case.backward if name == "backward" and case.backward else case.forward
         with case.context_of(contender):
             peak = watch.peak_bytes(call)
-        samples = {
-            "samples_ms": [timing.device_ms for timing in timings[contender, name]],
-            "host_ms": [timing.host_ms for timing in timings[contender, name]],
-        }
-        rows.append({**describe_row(case, contender, name, cost), **samples, "peak_bytes": peak})
+        samples = {"samples_ms": timings[contender, name], "peak_bytes": peak}
+        rows.append({**describe_row(case, contender, name, cost), **samples})
     return rows
 
 

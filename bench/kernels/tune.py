@@ -11,9 +11,7 @@ reports kernels that spill registers.
 """
 
 import json
-import math
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +54,6 @@ class Options:
 
     only: str = "all"
     """all, or some keys of configs.json"""
-    rounds: int = 10
-    """timed calls of each candidate"""
     write: bool = False
     """write configs.json"""
     to: str = str(CONFIG_FILE)
@@ -143,17 +139,17 @@ def time_candidate(case: Case, pass_name: str, watch: Stopwatch, rounds: int, re
             return float("inf")
         call = build_passes(case, "ours")[pass_name]
         call()
-        return min(watch.time(call).device_ms for _ in range(rounds))
+        return min(watch.time(call) for _ in range(rounds))
     except Exception:  # for example too much shared memory, or a tile size that Triton rejects
         watch.check_device()
         return float("inf")
 
 
-def climb(key: str, case: Case, watch: Stopwatch, rounds: int, deadline: float = math.inf) -> tuple[Row, float, float]:
+def climb(key: str, case: Case, watch: Stopwatch, rounds: int) -> tuple[Row, float, float]:
     """Search from the current row. Return the best row, its time in ms, and the time of the current row in ms.
 
     Args:
-        deadline: value of `time.monotonic` at which the search ends with the best row so far.
+        rounds: timed calls of each candidate.
     """
     pass_name, size, reference = TIMED[key][1], row_size(key, case), compute_reference(case)
     best = {**next(row for row in architecture_rows(key) if size <= row["up_to"]), "up_to": size}
@@ -164,8 +160,6 @@ def climb(key: str, case: Case, watch: Stopwatch, rounds: int, deadline: float =
         has_improved = False
         try:
             for row in neighbors(best):
-                if time.monotonic() > deadline:
-                    break
                 set_row(key, row)
                 candidate_ms = time_candidate(case, pass_name, watch, rounds, reference)
                 if candidate_ms < 0.98 * best_ms:
@@ -190,7 +184,7 @@ def format_table(table: dict[str, dict[str, list[Row]]]) -> str:
 def main(options: Options) -> None:
     device = kernel_device()
     watch, tuned = Stopwatch(device), set()
-    rounds = options.rounds if device.type == "cuda" else 2
+    rounds = 10 if device.type == "cuda" else 2
     for key in parse_names(options.only, list(TIMED)):
         for case in build_cases(device, {TIMED[key][0]}, list(GPT2_WIDTHS)):
             if (key, row_size(key, case)) in tuned:

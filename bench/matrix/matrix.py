@@ -1,11 +1,11 @@
 """Compare every phase on 1, 2, 4 and 8 ranks, and every option on 2 or 4 ranks, with the baseline on one rank.
 
-    make matrix                          # about two minutes on 2 cores; on a GPU machine, as many ranks as GPUs
+    make matrix                          # about five minutes on 2 cores; on a GPU machine, as many ranks as GPUs
     make matrix ARGS="--steps=50"        # longer runs
 
 Each cell of the matrix trains the same small model. It measures the max loss difference from the baseline, the model
 state and the communication volume per rank (compared with the formula), peak memory and time. The command prints one
-row after each cell. At the end it writes bench/results/matrix-<hardware>.json, and `make matrix` updates the tables
+line after each cell. At the end it writes bench/results/matrix-<hardware>.json, and `make matrix` updates the tables
 of the documents. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
 """
 
@@ -37,7 +37,7 @@ MODEL: dict[str, Any] = {
     "dtype": "float32",
     "compile": False,
 }
-MAX_LOSS_DIFFERENCE = {"float32": 1e-5, "bfloat16": 1e-2}
+MAX_LOSS_DIFFERENCE = {"float32": 1e-5, "bfloat16": 3e-2}  # of the losses of the baseline in float32
 RANKS = (1, 2, 4, 8)
 
 
@@ -101,22 +101,6 @@ def make_row(cell: Cell, result: RunResult, reference: RunResult) -> dict[str, A
     }
 
 
-HEADER = (
-    f"{'':<44}         max loss  state per  communication  matches the       peak\n"
-    f"{'':<44} ranks difference  rank (kB)  per rank (kB)      formula memory (kB)    step  tokens/s"
-)
-
-
-def format_row(cell: Cell, row: dict[str, Any]) -> str:
-    """Return a cell's line of the printed table, under HEADER."""
-    state, peak = sum(row["state_bytes"].values()), sum(row["peak"].values())
-    return (
-        f"{cell.name:<44} {cell.ranks:>5} {row['gap']:>10.1e} {state / 1e3:>10,.1f} {row['sent_bytes'] / 1e3:>14,.1f}"
-        f" {'yes' if row['as_expected'] else 'NO':>12} {peak / 1e3:>11,.1f}"
-        f" {row['step_ms']:>4,.0f} ms {row['tokens_per_second']:>9,.0f}"
-    )
-
-
 def find_faults(cell: Cell, row: dict[str, Any]) -> list[str]:
     """Return one sentence for each property of a cell that breaks a promise of this project."""
     limit = MAX_LOSS_DIFFERENCE[cell.options.get("dtype", "float32")]
@@ -139,9 +123,8 @@ def main(steps: int = 10) -> list[str]:
         raise ConfigError(f"--steps={steps} leaves no step to measure: use 4 or more")
     rows, faults, reference = [], [], None
     shared = {**MODEL, "device": device.type, "max_iters": steps}
-    print(HEADER)
     for cell in list_cells(gpus or max(RANKS)):
-        start = f"{cell.name:<44} {cell.ranks:>5}"
+        start = f"{cell.name} on {cell.ranks} rank(s)"
         fields = {**shared, **cell.options}
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -149,13 +132,13 @@ def main(steps: int = 10) -> list[str]:
         except RankFailed as failure:
             if reference is None:
                 raise  # without a reference, no other cell can be compared
-            print(f"{start}  failed: {str(failure).strip().splitlines()[-1]}", flush=True)
-            faults.append(f"{cell.name} on {cell.ranks} rank(s) failed:\n{failure}")
+            print(f"{start} failed: {str(failure).strip().splitlines()[-1]}", flush=True)
+            faults.append(f"{start} failed:\n{failure}")
             continue
         reference = reference or result
-        rows.append(make_row(cell, result, reference))
-        faults += [f"{cell.name} on {cell.ranks} rank(s): {fault}" for fault in find_faults(cell, rows[-1])]
-        print(format_row(cell, rows[-1]), flush=True)
+        rows.append(row := make_row(cell, result, reference))
+        faults += [f"{start}: {fault}" for fault in find_faults(cell, row)]
+        print(f"{start}: max loss difference {row['gap']:.1e}, {row['step_ms']:.0f} ms per step", flush=True)
     settings = {"command": "make matrix", "steps": steps, "model": MODEL}
     print(f"wrote {write_result('matrix', device, settings, {'rows': rows})}")
     return faults

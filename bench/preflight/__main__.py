@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 
 from bench.checks import Check, format_check, has_failed, summarize
-from bench.phases import PHASES
+from bench.phases import find_phase
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from bench.preflight import node
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
-from operate.launch import read_checked_config, run_one_rank, run_ranks, split_arguments, start_watchdog
+from operate.launch import read_checked_config, run_job, split_arguments
 from operate.nodes import NodeConfig, Rendezvous, check_node_config
 
 SUBJECT_WIDTH = 16
@@ -46,19 +46,14 @@ def check_node(config: TrainConfig, place: NodeConfig, phase: str, params: int) 
     yield node.check_plan(config, phase, place.world_size, place.gpus)
 
 
-def check_ranks(config: TrainConfig, place: NodeConfig, package: str, params: int) -> list[Check]:
+def check_ranks(config: TrainConfig, place: NodeConfig, phase: str, params: int) -> list[Check]:
     """Start all ranks and return their checks; on nodes other than node 0, an empty list."""
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = Path(folder) / "checks.json"
         size = str(estimate_checkpoint_bytes(params, config))
-        command = ["-m", "bench.preflight.ranks", package, str(results), size, config.out_dir]
+        command = ["-m", "bench.preflight.ranks", phase, str(results), size, config.out_dir]
         config = dataclasses.replace(config, out_dir=folder)  # the launcher's log does not belong to a run
-        watch = start_watchdog(config, place)
-        if place.world_size == 1:
-            code = run_one_rank(command, config, watch)
-        else:
-            code = run_ranks(place, command, config, watch, folder)
-        if code:
+        if code := run_job(place, command, config):
             return [Check("ranks", "fail", f"exit code {code}", "read the error message above")]
         return [Check(**values) for values in json.loads(results.read_text())] if results.exists() else []
 
@@ -68,8 +63,7 @@ def main(arguments: list[str]) -> int:
     arguments, trainer, trainer_arguments = split_arguments(arguments)
     place = command_line(NodeConfig, arguments)
     check_node_config(place)
-    package = trainer.resolve().parent.name
-    phase = next((name for name, each in PHASES.items() if each == package), "")
+    phase = find_phase(trainer)
     checks: list[Check] = []
 
     def report(check: Check) -> None:
@@ -82,7 +76,7 @@ def main(arguments: list[str]) -> int:
     shape = make_shape({**vars(config), "vocab_size": vocabulary_size(config)})
     for check in check_node(config, place, phase, shape.count_params()):
         report(check)
-    for check in check_ranks(config, place, package, shape.count_params()):
+    for check in check_ranks(config, place, phase, shape.count_params()):
         report(check)
     print(f"\n{phase} on {place.world_size} rank(s): {summarize(checks)}")
     if has_failed(checks):

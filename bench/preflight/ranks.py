@@ -1,8 +1,8 @@
 """Check what needs all ranks: collectives, their speed, and the file system that the nodes share.
 
-python -m bench.preflight.ranks phase3_fsdp RESULTS BYTES OUT_DIR     # `bench.preflight` starts it on every rank
+python -m bench.preflight.ranks phase3 RESULTS BYTES OUT_DIR     # `bench.preflight` starts it on every rank
 
-The arguments are the package of the trainer, the file into which rank 0 writes the checks as JSON, the size of a
+The arguments are the phase, the file into which rank 0 writes the checks as JSON, the size of a
 checkpoint, and the directory of the run.
 """
 
@@ -160,9 +160,9 @@ def run_checks(run: Runtime, out_dir: Path, bytes_per_save: int) -> list[Check]:
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 
 
-def main(package: str, results: str, bytes_per_save: str, out_dir: str) -> int:
+def main(phase: str, results: str, bytes_per_save: str, out_dir: str) -> int:
     """Join the other ranks, run the checks, and write them on rank 0."""
-    config = config_from_launcher(load_config_class(package))
+    config = config_from_launcher(load_config_class(phase))
     assert config, "this program needs a launcher: run `make preflight`"
     with start(config, reads_only=True) as run:
         checks = run_checks(run, Path(out_dir), int(bytes_per_save))

@@ -3,7 +3,6 @@
 python -m bench.suite.execution out/suites/scaling/phase1-4-plain-1337-3f2a9c     # execute the run.json there
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -11,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from bench.phases import PHASES, ROOT
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, write_atomically
+from nanoGPT.job.out_dir import DirectoryLock, check_writable
 from nanoGPT.job.program import report_errors
 from nanoGPT.job.start import handle_stop_signals
 
@@ -110,29 +109,6 @@ def read_last_step(run: Run) -> int:
         return 0
 
 
-@contextmanager
-def directory_lock(directory: Path) -> Iterator[int]:
-    """Lock the directory of a run, and yield the file descriptor of the lock.
-
-    Child processes inherit the descriptor. A run that outlives this program therefore still has the lock.
-
-    Raises:
-        ConfigError: the run is being executed.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be created ({error.strerror}): use another --out_dir") from None
-    with open(directory / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{directory} is in use by a run of another suite: wait until it ends") from None
-        except OSError as error:
-            print(f"the file system of {directory} has no file locks ({error.strerror}): run one suite there at a time")
-        yield file.fileno()
-
-
 def build_command(run: Run, slurm: bool = False) -> list[str]:
     """Return the command that starts the run, or resumes it from its last checkpoint.
 
@@ -179,9 +155,12 @@ def execute(run: Run, slurm: bool = False) -> dict[str, Any]:
         The status; pending if the run was stopped and can be resumed. `stopped` is True if this process got a signal.
 
     Raises:
-        ConfigError: another program executes the run.
+        ConfigError: another program executes the run, or its directory cannot be created.
     """
-    with directory_lock(run.directory) as lock:
+    check_writable(run.directory)
+    with closing(DirectoryLock(run.directory)) as lock:
+        if lock.warning:
+            print(lock.warning)
         if (status := read_status(run.directory))["state"] == "done":
             return status
         run.save()
@@ -191,7 +170,9 @@ def execute(run: Run, slurm: bool = False) -> dict[str, Any]:
         environment = {"OMP_NUM_THREADS": "1", **names, **os.environ}
         with open(run.directory / "log.txt", "a") as log:
             log_start = log.tell()
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, pass_fds=(lock,))
+            streams: dict[str, Any] = {"stdout": log, "stderr": log}
+            # A run that outlives this program still has the lock.
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=(lock.file.fileno(),), **streams)
             stop_reasons = wait_for_exit(process, 60 * run.minutes)
         output = (run.directory / "log.txt").read_bytes()[log_start:].decode(errors="replace")
         state, reason = classify_exit(run, process.returncode, stop_reasons[0] if stop_reasons else "", output)

@@ -12,7 +12,6 @@ from nanoGPT.distributed.environment import collect_versions, describe_hardware,
 from nanoGPT.errors import ConfigError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-FORMAT = 1  # version of the result file format; a file without the key has format 1
 
 
 def describe_origin(device: torch.device) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def write_result_of(
         folder: directory of the file.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", origin["hardware"].lower()).strip("-")
-    result = {"format": FORMAT, "name": name, **origin, "settings": settings, "samples": samples}
+    result = {"name": name, **origin, "settings": settings, "samples": samples}
     path = folder / f"{name}-{slug}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
@@ -60,7 +59,7 @@ def read_results(name: str) -> list[dict[str, Any]]:
     """Return all committed results of a benchmark, one per hardware.
 
     Raises:
-        ConfigError: a file has another format, or is damaged.
+        ConfigError: a file is damaged.
     """
     return [read_result(path) for path in sorted(RESULTS.glob(f"{name}-*.json"))]
 
@@ -69,19 +68,14 @@ def read_result(path: Path) -> dict[str, Any]:
     """Return the content of a result file.
 
     Raises:
-        ConfigError: the file has another format, or is damaged.
+        ConfigError: the file is damaged.
     """
     try:
-        result: dict[str, Any] = json.loads(path.read_text())
-        file_format, command = result.get("format", 1), result["settings"].get("command", "the benchmark that wrote it")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} is not a result file ({type(error).__name__}): restore it from git, or measure again"
-        ) from None
-    if file_format != FORMAT:
-        raise ConfigError(
-            f"{path} has format {file_format}, but this version reads format {FORMAT}: measure again with `{command}`"
-        )
+        result = json.loads(path.read_text())
+    except ValueError:
+        result = None
+    if not (isinstance(result, dict) and {"hardware", "versions", "settings", "samples"} <= result.keys()):
+        raise ConfigError(f"{path} is not a result file: restore it from git, or measure again")
     return result
 
 

@@ -16,7 +16,6 @@ from bench.kernels.kernels import roofline_share
 from bench.phases import ROOT
 from bench.tables.records import format_table, hardware_of, read_results
 from nanoGPT.errors import ConfigError
-from phase3_fsdp.fsdp import FsdpConfig
 
 DOCUMENTS = ["README.md", "docs/results.md"]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -98,14 +97,6 @@ def format_options(options: Row) -> str:
     return " ".join(f"`{name}={value}`" for name, value in options.items())
 
 
-def find_changed_options(row: Row) -> str:
-    """Return the options of a row of the covering array that differ from the defaults."""
-    # The committed results also have fsdp_prefetch, an option that has left.
-    defaults = {**vars(FsdpConfig(dtype="float32")), "fsdp_wrap": "block", "vocab_size": 75, "fsdp_prefetch": 0}
-    names = [name for name in row if name in defaults and name != "dropout"]
-    return format_options({name: row[name] for name in names if row[name] != defaults[name]})
-
-
 def list_kernels(samples: dict[str, Any]) -> Iterable[Row]:
     """Yield the rows of the kernels, with the time that the roofline allows as a fraction of the measured time."""
     for row in samples["rows"]:
@@ -145,30 +136,6 @@ TABLES = {
             Column("peak memory per rank (MB)", "peak_bytes", ",.1f", MEGABYTES),
             Column("MFU", "mfu", ".1%"),
         ),
-    ),
-    "fsdp_options": Table(
-        ("fsdp-options",),
-        (
-            RANKS,
-            Column("options", find_changed_options),
-            DIFFERENCE,
-            Column("tensors of all collectives (MB)", "traffic", ".2f", MEGABYTES),
-            Column(
-                "matches the formula",
-                lambda row: row["traffic"] == row["expected"] and row["state"] == row["expected_state"],
-            ),
-        ),
-        lambda samples: [row for row in samples["rows"] if row.get("use_fsdp", True)],  # without DDP in phase 3
-    ),
-    "torture": Table(
-        ("torture",),
-        (
-            Column("killed rank", "rank"),
-            Column("when it is killed, in the save of step 3", "point"),
-            Column("step that loads after a synchronous save", "sync"),
-            Column("step that loads after an asynchronous save", "async"),
-        ),
-        lambda samples: samples["sweep"],
     ),
     "kernels": Table(
         ("kernels",),

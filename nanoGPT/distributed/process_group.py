@@ -34,6 +34,8 @@ def join_process_group(run: Runtime) -> None:
         ConfigError: the address is missing or wrong, or the port is in use.
         LostConnection: not all ranks came in time, or the connection to one was lost.
     """
+    if run.device.type == "cpu" and run.local_world_size > (os.cpu_count() or 1):
+        use_batch_scheduling()
     backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
     options: dict[str, Any] = {"timeout": run.timeout, "device_id": device_id}
     if run.world_size == 1:
@@ -56,6 +58,18 @@ def join_process_group(run: Runtime) -> None:
             f"not all of the {run.world_size} ranks have connected within {run.timeout} "
             f"({str(error).splitlines()[0]}): start every node"
         ) from None
+
+
+def use_batch_scheduling() -> None:
+    """Select Linux's SCHED_BATCH for this thread, and for all threads and processes that it starts.
+
+    A thread that receives data then does not interrupt the running thread. By default, the receiving thread of gloo
+    often interrupts the thread that holds its lock, and tries the lock again and again until that thread can continue.
+    With more ranks than cores, a training step takes less time.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextlib.contextmanager

@@ -24,11 +24,12 @@ from nanoGPT.job.program import command_line, expand_home, join_flag_values
 from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import MODULES, find_architecture, make_shape
 from nanoGPT.observers import add_flags, find_default_observers
-from nanoGPT.train_config import GPU_DEFAULTS, PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
+from nanoGPT.train_config import PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
-NANOGPT_FLAGS = {  # flags of nanoGPT that this trainer does not have, and what to use instead
+FLAGS_OF_OTHERS = {  # flags of nanoGPT and of older trainers, and what to use instead
     "backend": "leave it out: the backend follows the device, which --device selects",
+    "fsdp_min_num_params": "use --fsdp_wrap=1e6 instead",
     "wandb_log": "use --track=wandb instead, a flag of the observer operate",
     "wandb_project": "set the environment variable WANDB_PROJECT instead",
     "wandb_run_name": "set the environment variable WANDB_NAME instead",
@@ -64,7 +65,8 @@ def parse(
     config_class = add_flags(config_class, find_observers(flags, file_values), model)
     check_flags_of_models(config_class, [name_of_flag(flag) for flag in flags])
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
-    defaults = GPU_DEFAULTS if uses_gpu(flags, file_values) else cpu_defaults(config_class, world_size)
+    on_gpu = uses_gpu(flags, file_values)
+    defaults = config_class.gpu_defaults() if on_gpu else cpu_defaults(config_class, world_size)
     config = parse_flags(config_class, {**defaults, "model": model, **file_values}, flags)
     if config.init_from == "resume":
         out_dir = find_run_to_resume(config_class, config.out_dir)
@@ -130,8 +132,8 @@ def check_names(flags: list[str]) -> None:
         ConfigError: a flag is; the message has the replacement.
     """
     for name in map(name_of_flag, flags):
-        if name in NANOGPT_FLAGS:
-            raise ConfigError(f"--{name} is a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
+        if name in FLAGS_OF_OTHERS:
+            raise ConfigError(f"--{name} is not a flag of this trainer: {FLAGS_OF_OTHERS[name]}")
 
 
 def check_flags_of_models(config_class: type, names: Iterable[str]) -> None:
@@ -218,8 +220,10 @@ def check_file_values(config_class: type, path: Path, values: dict[str, object])
     """
     check_flags_of_models(config_class, values)
     for name in values:
-        if name in NANOGPT_FLAGS:
-            raise ConfigError(f"config file {path} sets {name}, a flag of nanoGPT: {NANOGPT_FLAGS[name]}")
+        if name in FLAGS_OF_OTHERS:
+            raise ConfigError(
+                f"config file {path} sets {name}, which is not a flag of this trainer: {FLAGS_OF_OTHERS[name]}"
+            )
         if name not in field_names(config_class):
             advice = did_you_mean(name, field_names(config_class))
             raise ConfigError(

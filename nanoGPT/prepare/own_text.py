@@ -298,8 +298,8 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
         print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
     if sample.length < 100:
         raise ConfigError(
-            f"--input={text.path} has {sample.length} characters of text: use at least 100, or correct --field (a column "
-            "of parquet must have strings, not bytes)"
+            f"--input={text.path} has {sample.length} characters of text: use at least 100, or correct --field (a "
+            "column of parquet must have strings, not bytes)"
         )
     identity = choose_tokenizer(tokenizer, characters, sample.length)
     loaded = load_tokenizer(identity)

@@ -179,7 +179,7 @@ def test_weights_that_are_not_finite_are_refused(value, tmp_path):
 
 INVALID_FIELDS = [
     *({name: 10**8} for name in SHAPE),
-    *({name: value} for name in SHAPE for value in (10**30, -1, 0, 1.5, True, "2", None, [], {})),
+    *({"n_layer": value} for value in (10**30, -1, 0, 1.5, True, "2", None, [], {})),
     {"n_layer": 3},
     {"n_inner": []},
     {"activation_function": []},

@@ -11,16 +11,12 @@ from nanoGPT.job import log as log_module
 from nanoGPT.job.log import Log, count_tokens
 from nanoGPT.model import GPTConfig
 from nanoGPT.observers import Observer
+from operate.run_files import read_json_lines
 from tests.helpers.training import call_train, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 ONE_RANK = (0, 0, 1, 1, torch.device("cpu"), torch.float32)
 METRICS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_ms", "mfu", "peak_memory_bytes"]
-
-
-def read_lines(out) -> list[dict]:
-    """Return the lines of metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def runs(tmp_path_factory) -> Path:
 def test_every_line_of_metrics_has_every_field(runs):
     """Each line has every field. mfu is null on a CPU, val_loss is null without an evaluation, and the last line is an
     evaluation."""
-    lines = read_lines(runs / "metrics")
+    lines = read_json_lines(runs / "metrics" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(12), 12]
     for line in lines[:-1]:
         assert set(METRICS) <= line.keys() and line["mfu"] is None
@@ -63,7 +59,7 @@ def test_tokens_are_counted_on_after_a_resume_with_another_batch(tmp_path):
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
     fields |= {"max_iters": 8, "init_from": "resume", "gradient_accumulation_steps": 16}
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
     tokens = {line["step"]: line["tokens"] / (2 * 16) for line in lines if line["loss"] is not None}
     assert tokens == {0: 8, 2: 24, 4: 40, 5: 40 + 16, 6: 40 + 32, 7: 40 + 48}
     assert count_tokens(tmp_path, lines[:2], 5, 1) == 3 * 256 + 2 * 512  # 512 per step in the newest env.json
@@ -87,7 +83,7 @@ def log_with_a_fake_clock(out: str) -> None:
 def test_rates_are_averaged_over_the_steps_since_the_last_line(tmp_path):
     """Rates do not include the time of evaluations. An infinite norm is null, and a printed line says what it means."""
     run_on_ranks(log_with_a_fake_clock, 1, str(tmp_path), show=False)
-    (line,) = read_lines(tmp_path)
+    (line,) = read_json_lines(tmp_path / "metrics.jsonl")
     assert line["step_ms"] == 3000 and line["tokens_per_second"] == pytest.approx(256 / 3)
     assert line["mfu"] == pytest.approx(0.5) and line["grad_norm"] is None
     assert "no update, because float16 gradients overflow" in log_module.format_line(line)

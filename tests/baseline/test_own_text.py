@@ -4,12 +4,14 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanoGPT import export, sample
@@ -20,8 +22,7 @@ from nanoGPT.prepare import directory, own_text
 from nanoGPT.prepare.meta import make_json_identity
 from nanoGPT.prepare.own_text import OwnText, prepare_own_text
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, HuggingFaceTokenizer, load_tokenizer
-from tests.helpers.datasets import prepare_twice_at_once
-from tests.helpers.programs import DEADLINE
+from tests.helpers.programs import DEADLINE, wait_until
 from tests.helpers.training import tiny, train
 from workshop.ranks import losses
 
@@ -36,14 +37,16 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def read_ids(folder: Path) -> list[int]:
+    """Return the token ids of a dataset: its val split, then its train split."""
+    meta = TokenData(str(folder), 4, 1, 1).datasets[0].meta
+    files = [*meta["splits"]["val"], *meta["splits"]["train"]]
+    return np.concatenate([np.fromfile(folder / file["name"], meta["dtype"]) for file in files]).tolist()
+
+
 def read_text(folder: Path) -> str:
     """Return the text of a dataset: its val split, then its train split."""
-    data = TokenData(str(folder), 4, 1, 1)
-    tokenizer, meta = load_tokenizer(data.tokenizer), data.datasets[0].meta
-    dtype = {"uint16": "H", "uint32": "I"}[meta["dtype"]]
-    files = [*meta["splits"]["val"], *meta["splits"]["train"]]
-    ids = [i for file in files for i in memoryview((folder / file["name"]).read_bytes()).cast(dtype)]
-    return tokenizer.decode(ids)
+    return load_tokenizer(TokenData(str(folder), 4, 1, 1).tokenizer).decode(read_ids(folder))
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -53,16 +56,19 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def test_every_format_and_its_defects(tmp_path, data, capsys):
-    """A directory of .txt, .jsonl and .parquet files is one dataset, in the order of the paths. Byte order marks, line
-    ends of Windows, empty lines, and lines without a text change nothing else. The lines are named and counted."""
+    """A directory of .txt, .jsonl and .parquet files is one dataset, in the order of the paths, also with upper-case
+    suffixes and links. Byte order marks, line ends of Windows, empty lines, and lines without a text change nothing
+    else. The lines and the files of other kinds are counted."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "a folder, 'quoted'"
     bad = [b"", b"{broken", {"a": 1}, [1], "x", {"text": None}, b"\xff", {"text": "half \ud800"}]
     write(folder / "1.jsonl", b"\xef\xbb\xbf" + json.dumps({"text": "One\r\ntwo."}).encode() + b"\r", *bad)
-    (folder / "2 ž.txt").write_bytes("\ufeffŘeka\r\nteče\rdolů.".encode() * 10)
+    (folder / "2 ž.TXT").write_bytes("\ufeffŘeka\r\nteče\rdolů.".encode() * 10)
     (folder / "notes.md").write_text("ignored")
-    (folder / "sub").mkdir()
+    (folder / "loop").symlink_to(folder)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "sub").symlink_to(tmp_path / "elsewhere")
     parquet.write_table(pyarrow.table({"text": ["row", None, ""], "url": ["x"] * 3}), folder / "sub" / "3.parquet")
     name = prepare_own_text(OwnText(folder), None, "char")
     assert name == "a_folder_quoted_" or re.fullmatch(r"\w[\w.-]*", name), name
@@ -71,6 +77,7 @@ def test_every_format_and_its_defects(tmp_path, data, capsys):
     assert read_text(data / name) == expected
     output = capsys.readouterr().out
     assert "1.jsonl, line 3: it is not JSON" in output and "line 4: no text in `text`" in output
+    assert "files to read: 3; files of other kinds, which are ignored: 1" in output
     assert "skipped 7 lines or rows without a text in `text`" in output
 
 
@@ -87,11 +94,7 @@ def test_a_text_is_encoded_in_pieces(tokenizer, tmp_path, data, monkeypatch):
     prepare_own_text(OwnText(tmp_path / "my.txt"), "x", tokenizer, shard_tokens=500)
     encode = Gpt2Tokenizer().encode if tokenizer == "gpt2" else CharTokenizer("".join(sorted({*text}))).encode
     meta = TokenData(str(data / "x"), 4, 1, 1).datasets[0].meta
-    ids = [
-        i
-        for file in [*meta["splits"]["val"], *meta["splits"]["train"]]
-        for i in memoryview((data / "x" / file["name"]).read_bytes()).cast("H")
-    ]
+    ids = read_ids(data / "x")
     assert ids == encode(text)
     sizes = [file["tokens"] for file in meta["splits"]["train"]]
     assert sizes[:-1] == [500] * (len(sizes) - 1) and abs(meta["splits"]["val"][0]["tokens"] / len(ids) - 0.1) < 0.03
@@ -125,21 +128,18 @@ def test_an_interrupted_preparation_continues(number, tmp_path, data, monkeypatc
     assert read_files(data / "cut") == read_files(data / "whole")
 
 
-def test_two_preparations_at_once_prepare_a_text_once(tmp_path, monkeypatch, capsys):
-    """If two processes prepare the same text, the second one waits for the first, and then finds it prepared."""
+def test_a_preparation_waits_for_another_one(tmp_path, data, capsys):
+    """While another process prepares the same text, a preparation waits, and then finds the text prepared."""
     (tmp_path / "poem.txt").write_text(POEM)
-    has_started, may_continue, real_write, written = threading.Event(), threading.Event(), directory.write_tokens, []
-
-    def slow_write(folder, name, ids):
-        written.append(name)
-        has_started.set()
-        assert may_continue.wait(DEADLINE)
-        return real_write(folder, name, ids)
-
-    monkeypatch.setattr(directory, "write_tokens", slow_write)
-    prepare = lambda: prepare_own_text(OwnText(tmp_path / "poem.txt"), None, "char")  # noqa: E731
-    prepare_twice_at_once(prepare, has_started, may_continue, monkeypatch)
-    assert len(written) == 2 and "poem: another process is preparing it; waiting" in capsys.readouterr().out
+    prepare_own_text(OwnText(tmp_path / "poem.txt"), "other", "char")
+    second = threading.Thread(target=prepare_own_text, args=(OwnText(tmp_path / "poem.txt"), None, "char"))
+    with directory.dataset_lock(data / "poem"):
+        second.start()
+        wait_until(lambda: "poem: another process is preparing it; waiting" in capsys.readouterr().out)
+        shutil.copytree(data / "other", data / "poem")
+        before = (data / "poem" / "meta.json").stat()
+    second.join(DEADLINE)
+    assert (data / "poem" / "meta.json").stat() == before
 
 
 def test_another_dataset_is_never_overwritten(tmp_path, data):
@@ -166,7 +166,6 @@ def test_another_dataset_is_never_overwritten(tmp_path, data):
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "missing": (lambda folder: folder / "none.txt", "char", "is no .txt, .jsonl or .parquet file"),
-    "empty directory": (lambda folder: folder, "char", "is no .txt, .jsonl or .parquet file"),
     "short": (lambda folder: write(folder / "a.txt", b"short"), "char", "has 5 characters of text: use at least 100"),
     "field": (lambda folder: write(folder / "a.jsonl", {"body": POEM}), "char", "0 characters .* or correct --field"),
     "encoding": (lambda folder: write(folder / "a.txt", b"\xff" * 200), "char", "a.txt cannot be read"),
@@ -302,19 +301,6 @@ def test_settings_for_inputs_of_a_model_do_not_cut_the_text(tmp_path, data, caps
     for _ in range(2):
         with pytest.raises(ConfigError, match="has too few tokens for two splits"):
             prepare_own_text(OwnText(write(tmp_path / "x.txt", b"x" * 200)), "known", str(tmp_path / "known.json"))
-
-
-def test_all_files_of_a_directory_are_read_or_counted(tmp_path, data, capsys):
-    """Upper-case suffixes and linked directories are read, a loop of links ends, and other files are counted."""
-    folder = tmp_path / "in"
-    write(folder / "a.TXT", POEM.encode())
-    write(tmp_path / "elsewhere" / "b.txt", POEM.encode())
-    write(folder / "c.md", b"ignored")
-    (folder / "linked").symlink_to(tmp_path / "elsewhere")
-    (folder / "loop").symlink_to(folder)
-    prepare_own_text(OwnText(folder), None, "char")
-    assert read_text(data / "in") == f"{POEM}\n{POEM}"
-    assert "files to read: 2; files of other kinds, which are ignored: 1" in capsys.readouterr().out
 
 
 def test_the_val_split_is_a_tenth_of_a_mixed_text(tmp_path, data):

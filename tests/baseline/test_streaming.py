@@ -4,7 +4,6 @@ import glob
 import json
 import random
 import signal
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -19,11 +18,10 @@ import pytest
 
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import PACKAGE
 from nanoGPT.prepare import directory, streaming
 from nanoGPT.prepare.streaming import Corpus, hub_corpus, prepare_stream
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
-from tests.helpers.programs import DEADLINE
+from tests.helpers.programs import run_in_new_interpreter
 
 DOCUMENTS = 300
 SHARD_SIZE = 2000  # tokens; this makes about ten shards
@@ -136,8 +134,8 @@ def test_a_kill_while_a_shard_is_written_changes_no_file(tmp_path, corpus):
     """If SIGKILL stops a process while it writes its fourth shard, the next run continues and writes identical files,
     also after interruptions at other documents."""
     folder = tmp_path / "web"
-    command = [sys.executable, "-c", KILLED_PROGRAM, str(folder), json.dumps(astuple(corpus)), str(SHARD_SIZE)]
-    assert subprocess.run(command, cwd=PACKAGE.parent, capture_output=True).returncode == -signal.SIGKILL
+    words = ["-c", KILLED_PROGRAM, str(folder), json.dumps(astuple(corpus)), str(SHARD_SIZE)]
+    assert run_in_new_interpreter(*words).returncode == -signal.SIGKILL
     inodes = {path.name: path.stat().st_ino for path in folder.iterdir()}
     assert "progress.json" in inodes and "meta.json" not in inodes and "train_000002.bin" in inodes
     prepare_until_interrupt(folder, corpus, 33)
@@ -213,8 +211,9 @@ streaming.prepare_stream(Path(sys.argv[1]), streaming.Corpus(*json.loads(sys.arg
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_stops_early_exits_with_code_0(tmp_path, corpus):
     """A program that stops in the middle of a file exits with code 0. Arrow's threads neither hang nor abort it."""
-    command = [sys.executable, "-c", PROGRAM_THAT_STOPS_EARLY, str(tmp_path / "web"), json.dumps(astuple(corpus))]
-    result = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=DEADLINE)
+    words = ["-c", PROGRAM_THAT_STOPS_EARLY, str(tmp_path / "web"), json.dumps(astuple(corpus))]
+    result = run_in_new_interpreter(*words)
     assert (result.returncode, result.stderr) == (0, "")

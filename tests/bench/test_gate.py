@@ -3,44 +3,22 @@
 import copy
 import dataclasses
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.gate import (
-    GateConfig,
-    Trial,
-    build_trials,
-    check_trial,
-    compute_unigram_entropy,
-    execute_trial,
-    split_flags,
-)
+from bench.gate import Trial, build_trials, check_trial, execute_trial, main
 from bench.plan.run import RunPrediction
 from bench.plan.speed import GPUS
 from bench.suite.execution import Run
 from nanoGPT.errors import ConfigError
-from nanoGPT.prepare.synthetic import CHARACTERS, PROBABILITIES, compute_entropy_rate, generate_text
 from tests.helpers.training import tiny, train_all
 
 STEPS = 40
 NAMES = ("loss", "same curve as DDP", "state and communication", "memory", "speed")
 PREDICTED = RunPrediction(step_seconds=0.1, peak_bytes=10**6)
-
-
-def test_the_synthetic_text_has_the_entropy_that_it_promises():
-    """Each character has four successors with the stated frequencies, and all characters are equally frequent."""
-    text = generate_text(200_000)
-    assert compute_unigram_entropy("synthetic") == pytest.approx(math.log(32), abs=0.01)
-    assert compute_entropy_rate() == pytest.approx(1.75 * math.log(2))
-    for character in CHARACTERS[::8]:
-        pairs = [b for a, b in zip(text, text[1:], strict=False) if a == character]
-        counts = sorted((pairs.count(other) for other in set(pairs)), reverse=True)
-        assert [count / len(pairs) for count in counts] == pytest.approx(PROBABILITIES, abs=0.03)
-        assert text.count(character) / len(text) == pytest.approx(1 / 32, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -121,32 +99,28 @@ def test_a_run_that_failed_is_one_check(good_trial, monkeypatch):
     assert failed and (failed.result, failed.finding) == ("fail", "baseline: oom: rank 1: out of memory")
 
 
-def test_flags_are_divided_between_the_gate_and_the_trainer(tmp_path, monkeypatch):
-    """The gate takes its own flags. The runs of the trial get all others as explicit values."""
-    words = ["config/train_gpt2.py", "--phase", "phase1", "--n_layer=2", "--gpus=4"]
-    assert split_flags(words) == (
-        ["--phase=phase1", "--gpus=4"],
-        ["config/train_gpt2.py", "--n_layer=2"],
-    )
+def test_both_runs_get_the_flags_that_they_have(tmp_path, monkeypatch):
+    """The runs of a trial get all flags as explicit values; the baseline gets only those that it has."""
     monkeypatch.chdir(tmp_path)
-    synthetic, real = build_trials(GateConfig("phase3", 4), ["--device=cpu", "--fsdp_wrap=1000000"], Path("out"))
+    synthetic, real = build_trials("phase3", 4, ["--device=cpu", "--fsdp_wrap=1000000"], Path("out"))
     assert [synthetic.config.dataset, real.config.dataset] == ["synthetic", "shakespeare_char"]
     baseline, phase = real.runs
     assert "--fsdp_wrap=1000000" in phase.words and not any(word.startswith("--fsdp") for word in baseline.words)
     assert {*baseline.words} < {*phase.words}
-    same = build_trials(GateConfig("phase3", 2), ["--device=cpu", "--dataset=synthetic"], Path("out"))
+    same = build_trials("phase3", 2, ["--device=cpu", "--dataset=synthetic"], Path("out"))
     assert len({run.directory for trial in same for run in trial.runs}) == 4
 
 
 @pytest.mark.parametrize(
-    ("phase", "words", "message"),
+    ("words", "message"),
     [
-        ("baseline", [], "PHASE=baseline cannot be compared with itself: use phase1, phase2 or phase3"),
-        ("phase4", [], "PHASE=phase4 is unknown"),
-        ("phase3", ["extra"], "'extra' is neither a flag nor a config file"),
+        (["nanoGPT/train.py"], "PHASE=baseline cannot be compared with itself: use phase1, phase2 or phase3"),
+        (["phase4/train.py"], "PHASE=phase4 is unknown"),
+        (["--gpus=0", "phase3_fsdp/train.py"], "GPUS=0 is out of range"),
+        (["phase3_fsdp/train.py", "extra"], "extra is not a flag"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(phase, words, message, tmp_path):
+def test_wrong_arguments_are_one_sentence(words, message):
     """A wrong phase or flag stops the gate before it trains."""
     with pytest.raises(ConfigError, match=message):
-        build_trials(GateConfig(phase), words, tmp_path)
+        main(words)

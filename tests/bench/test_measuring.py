@@ -8,12 +8,12 @@ from bench.kernels.cases import CASE_BUILDERS, build_cases
 from bench.kernels.kernels import Stopwatch, measure
 from bench.tables import records, tables
 from nanoGPT.checkpoint.manifest import serialize_manifest
-from nanoGPT.distributed.environment import PEAK_FLOPS, describe_hardware, find_peak_flops
+from nanoGPT.distributed.environment import describe_hardware, find_peak_flops
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
-from nanoGPT.train_config import TrainConfig, validate
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.marks import mark_slow
-from tests.helpers.training import CONFIGS, ROOT
+from tests.helpers.training import ROOT
 
 
 def test_tables_in_the_documents_match_the_results():
@@ -44,13 +44,10 @@ def test_a_result_is_written_and_becomes_a_table(tmp_path, monkeypatch, capsys):
     assert tables.main() == tables.main(check=True) == 0 and capsys.readouterr().out == "stale: a.md\nupdated: a.md\n"
     assert "| gelu | 2 | forward | ours | 2.000 | 200% |" in document.read_text()
     assert "| liger | failed | failed |" in document.read_text()
-    for text, message in (
-        ('{"format": 2, "settings": {"command": "make runs"}}', "has format 2.*measure again with `make runs`"),
-        ("[]", "is not a result file"),
-    ):
+    for text in ('{"settings": {}}', "[]", "{"):
         path.write_text(text)
         document.write_text(stale)
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match="is not a result file"):
             tables.main()
         assert document.read_text() == stale
 
@@ -63,21 +60,12 @@ def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
         return find_peak_flops(torch.device("cuda", 0), dtype)
 
     assert get_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and get_peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert get_peak_flops("NVIDIA H200") == PEAK_FLOPS["H200"] and get_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert get_peak_flops("NVIDIA H20") == 148e12 and get_peak_flops("NVIDIA L40S") == 362e12
+    assert get_peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and get_peak_flops("NVIDIA H20") == 148e12
     assert get_peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
-    for name in ("NVIDIA A10G", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+    for name in ("NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         assert get_peak_flops(name) is None
     assert get_peak_flops("NVIDIA H200", torch.float32) is None
     assert find_peak_flops(torch.device("cpu"), torch.bfloat16) is None
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*/config/*.py")), ids=lambda path: path.name)
-def test_named_configurations_are_valid(path):
-    """Every named configuration parses and passes validation on 8 ranks."""
-    config = parse(CONFIGS[path.parent.parent.name], [str(path), "--device=cpu"], path.parent.parent / "train.py")
-    validate(config, 8)
-    assert config != CONFIGS[path.parent.parent.name](), "the file sets no value"
 
 
 def test_later_values_override_earlier_ones(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.checks import Check, format_check, has_failed, summarize
+from bench.checks import Check, has_failed
 from bench.preflight import node, ranks
 from nanoGPT.distributed.runtime import create_runtime
 from tests.helpers.programs import assert_refused, make_flags, run_program
@@ -49,9 +49,7 @@ def test_checks_of_ranks_pass_or_name_the_rank_at_fault(tmp_path):
     ("changes", "free", "is_fatal", "word"),
     [
         ({}, 0.3, True, "another process"),
-        ({}, 0.9, False, "another process"),
         ({"temperature.gpu": "91"}, 1.0, False, "hot"),
-        ({"utilization.gpu": "55"}, 1.0, False, "busy"),
         ({"ecc.errors.uncorrected.volatile.total": "2"}, 1.0, True, "uncorrected"),
         ({"clocks_throttle_reasons.hw_slowdown": "Active"}, 1.0, False, "clock"),
     ],
@@ -75,23 +73,6 @@ def test_a_run_that_does_not_fit_fails(tmp_path, monkeypatch):
     assert node.check_plan(config, "phase3", 2, 2).result == "fail"
 
 
-def test_settings_that_slow_a_run_are_advised(monkeypatch):
-    """Known bad settings give one warning with a remedy for each."""
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    (check,) = node.check_settings(on_gpu=True, is_multi_node=False)
-    assert check.result == "warn"
-    assert all(name in check.remedy for name in ("NCCL_P2P_DISABLE", "CUDA_LAUNCH_BLOCKING", "expandable_segments"))
-    assert next(node.check_settings(on_gpu=False, is_multi_node=False)).result == "pass"
-
-
-def test_the_table_has_a_remedy_below_each_problem():
-    """A row has the result, the subject and the finding; its remedy is on the next line."""
-    row = format_check(Check("disk", "fail", "1 GiB free", "free some space"), 8)
-    assert row.splitlines() == ["fail  disk      1 GiB free", "                -> free some space"]
-    assert summarize([Check("a", "pass", ""), Check("b", "warn", ""), Check("c", "pass", "")]) == "2 pass, 1 warn"
-
-
 def test_the_command_prints_every_check(tmp_path):
     """The command checks the node, starts two ranks, prints one row for each check, and leaves nothing behind."""
     words = make_flags(**{**SMALL, "out_dir": tmp_path / "run"})
@@ -105,11 +86,9 @@ def test_the_command_prints_every_check(tmp_path):
 
 
 def test_a_failed_check_fails_the_command(tmp_path):
-    """A wrong flag, a tracker without credentials, or a full disk stops the command with exit code 2."""
+    """A wrong flag or a full disk stops the command with exit code 2."""
     command = ["bench.preflight", "nanoGPT/train.py", *make_flags(**{**SMALL, "out_dir": tmp_path / "run"})]
     assert_refused(run_program(*command, "--dropout=2"), "--dropout=2.0 is out of range")
-    environment = {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""}
-    assert_refused(run_program(*command, "--track=wandb", **environment), "--track=wandb")
     outcome = run_program(*command, "--keep_checkpoints=1000000000")
     assert_refused(outcome, "follow the remedies above")
     assert "fail  disk" in outcome.output and "free some space" in outcome.output

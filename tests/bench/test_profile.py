@@ -39,44 +39,34 @@ def test_overlap_is_the_hidden_part_of_the_communication():
     assert "takes 6 ms: 3 ms computation, 3 ms communication without computation, 0 ms" in text
 
 
-def make_events(on_gpu: bool) -> list[Any]:
-    """Return the events of a step as the profiler does: computation, waiting, communication and another thread."""
-    main_device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+def make_event(name: str, begin: float, end: float, device: DeviceType, is_annotation: bool = False) -> Any:
+    """Return an event as the profiler does. Communication has a thread of its own."""
+    times = SimpleNamespace(start=1e3 * begin, end=1e3 * end)
+    thread = 2 if "AllReduce" in name else 1
+    return SimpleNamespace(
+        name=name, time_range=times, thread=thread, device_type=device, is_user_annotation=is_annotation
+    )
 
-    def event(
-        name: str, begin: float, end: float, thread: int = 1, is_annotation: bool = False, on_host: bool = False
-    ) -> Any:
-        device = DeviceType.CPU if on_host else main_device
-        times = SimpleNamespace(start=1e3 * begin, end=1e3 * end)
-        return SimpleNamespace(
-            name=name, time_range=times, thread=thread, device_type=device, is_user_annotation=is_annotation
-        )
 
-    return [
-        event("step 2", 0, 10, is_annotation=True),
-        *([event("step 2", -20, -16, on_host=True)] if on_gpu else []),  # the host is ahead of the GPU
-        event(
-            "RegisterPostBackwardFunctionBackward" if not on_gpu else "FSDP::post_backward", 0, 9, is_annotation=on_gpu
-        ),
-        event("aten::mm" if not on_gpu else "gemm", 1, 3),
-        event("## Call CompiledFxGraph a ##", 4, 5, is_annotation=on_gpu),
-        event("gloo:all_reduce" if not on_gpu else "ncclDevKernel_AllReduce", 2, 8, thread=2),
-        *([] if on_gpu else [event("aten::copy_", 6, 7, thread=2)]),
+def test_annotations_do_not_count_as_computation():
+    """Annotations on a GPU, which contain waiting, do not count as computation. The host is ahead of the GPU."""
+    events = [
+        make_event("step 2", 0, 10, DeviceType.CUDA, is_annotation=True),
+        make_event("step 2", -20, -16, DeviceType.CPU),
+        make_event("FSDP::post_backward", 0, 9, DeviceType.CUDA, is_annotation=True),
+        make_event("gemm", 1, 3, DeviceType.CUDA),
+        make_event("## Call CompiledFxGraph a ##", 4, 5, DeviceType.CUDA, is_annotation=True),
+        make_event("ncclDevKernel_AllReduce", 2, 8, DeviceType.CUDA),
     ]
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_waiting_does_not_count_as_computation(on_gpu):
-    """Spans that contain waiting, the copies of gloo, and on a GPU the annotations, do not count as computation."""
-    summary = summarize(collect_spans(make_events(on_gpu)))
-    assert summary["computation_ms"] == (2.0 if on_gpu else 3.0) and summary["communication_ms"] == 6.0
-    assert summary["overlap"] == pytest.approx((1 if on_gpu else 2) / 6) and summary["step_ms"] == 10.0
+    summary = summarize(collect_spans(events))
+    assert summary["computation_ms"] == 2.0 and summary["communication_ms"] == 6.0
+    assert summary["overlap"] == pytest.approx(1 / 6) and summary["step_ms"] == 10.0
 
 
 def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
-    """With two ranks and small buckets, some communication overlaps. The traces open, and the figure is drawn."""
+    """With two ranks and small buckets, some communication overlaps, and the traces open."""
     monkeypatch.chdir(tmp_path)
-    main(["phase1", "2", "--device=cpu", "--zero1_bucket_mb=0.1", "--n_layer=6"])
+    main(["--gpus=2", "phase1_zero1/train.py", "--device=cpu", "--zero1_bucket_mb=0.1", "--n_layer=6"])
     output = capsys.readouterr().out
     folder = tmp_path / "out" / "profile" / "phase1-2"
     summary = summarize(json.loads((folder / "timeline.json").read_text()))
@@ -88,21 +78,18 @@ def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
             each.get("name") for each in json.loads(gzip.open(folder / f"rank{rank}.json.gz").read())["traceEvents"]
         }
         assert {"step 2", "step 3", "aten::mm"} <= names and any(str(name).startswith("gloo:") for name in names)
-    assert (folder / "timeline.png").stat().st_size > 5000
     with pytest.raises(ConfigError, match="^there is no dataset nope"):
-        main(["phase1", "2", "--device=cpu", "--dataset=nope"])
-    assert [path.name for path in folder.parent.iterdir()] == ["phase1-2"] and (folder / "timeline.json").exists()
+        main(["--gpus=2", "phase1_zero1/train.py", "--device=cpu", "--dataset=nope"])
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["phase3", "0"], "GPUS=0 is not a number of ranks"),
-        (["phase3", "2", "--max_iters=1"], "max_iters=1 cannot be used here"),
-        (["phase3", "3"], "is not divisible by the 3 ranks"),
+        (["--gpus=2", "phase3_fsdp/train.py", "--max_iters=1"], "max_iters=1 cannot be used here"),
+        (["--gpus=3", "phase3_fsdp/train.py"], "is not divisible by the 3 ranks"),
     ],
 )
 def test_a_wrong_request_is_refused_with_one_sentence(words, message):
-    """An unknown phase or field, or an invalid number of ranks, raises a ConfigError."""
+    """A flag that the profiler sets, or an invalid number of ranks, raises a ConfigError."""
     with pytest.raises(ConfigError, match=message):
         parse_request(words)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,16 @@ from bench.suite.execution import (
     Run,
     build_command,
     classify_exit,
-    directory_lock,
     execute,
-    read_last_step,
-    read_run,
     read_status,
     write_status,
 )
 from bench.suite.file import SUITES, Suite, load_suite
-from bench.suite.intervals import half_width, paired_differences
 from bench.suite.metrics import read_metric
 from bench.suite.report import group_runs, write_report
 from bench.suite.suite import SuiteConfig, build_runs, main
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.out_dir import DirectoryLock
 from tests.helpers.programs import DEADLINE, Program, run_program, wait_until
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT
@@ -80,8 +78,8 @@ def read_states(directory: Path) -> dict[str, str]:
 
 def is_unlocked(directory: Path) -> bool:
     try:
-        with directory_lock(directory):
-            return True
+        DirectoryLock(directory).close()
+        return True
     except ConfigError:
         return False
 
@@ -124,27 +122,6 @@ def test_a_killed_suite_continues(tmp_path):
     assert "| phase3 | 1 | plain |" in text and "Measured on" in text
 
 
-def test_the_state_of_a_run_reports_how_it_ended(tmp_path):
-    """A run is done, failed with an error, or stopped by its time limit. SIGKILL counts as out of memory."""
-    run = make_run(tmp_path)
-    assert execute(run)["state"] == "done" and read_run(run.directory) == run
-    broken_run = dataclasses.replace(make_run(tmp_path, dropout=0.5), words=["--learning_rate=x"])
-    status = execute(broken_run)
-    assert status["state"] == "failed" and "learning_rate" in status["reason"]
-    killed_run = make_run(tmp_path, max_iters=100_000, eval_interval=50)
-    status = execute(dataclasses.replace(killed_run, minutes=0.05))
-    assert status["state"] == "timeout" and "of 100000" in status["reason"]
-    steps = read_last_step(killed_run)
-    killed_run.save()
-    process = Program("bench.suite.execution", str(killed_run.directory))
-    wait_until(lambda: read_last_step(killed_run) > steps)  # it has resumed from its checkpoint, if it has one
-    os.kill(json.loads((killed_run.out_dir / "heartbeat" / "rank0.json").read_text())["pid"], signal.SIGKILL)
-    assert process.wait() == 1
-    status = read_status(killed_run.directory)
-    assert status["state"] == "oom" and "SIGKILL" in status["reason"]
-    assert "oom: " in write_report(make_suite(), [run, killed_run], tmp_path).read_text()
-
-
 def test_a_run_is_executed_only_once(tmp_path, monkeypatch):
     """A finished run is not repeated, a run in use is refused, and a signal is passed on to the run."""
     run = make_run(tmp_path)
@@ -153,7 +130,8 @@ def test_a_run_is_executed_only_once(tmp_path, monkeypatch):
     wait = subprocess.Popen.wait  # `execute` calls it when its handlers of signals are set
     monkeypatch.setattr(subprocess.Popen, "wait", lambda *words: ((tmp_path / "waits").touch(), wait(*words))[1])
     monkeypatch.setattr("bench.suite.execution.build_command", lambda *_: ["bash", "-c", stub])
-    with directory_lock(run.directory), pytest.raises(ConfigError, match="is in use by"):
+    run.directory.mkdir()
+    with closing(DirectoryLock(run.directory)), pytest.raises(ConfigError, match="another run is writing into"):
         execute(run)
     assert not (run.directory / "status.json").exists()
     status = execute(run)
@@ -164,11 +142,16 @@ def test_a_run_is_executed_only_once(tmp_path, monkeypatch):
 
 def test_an_exit_is_classified(tmp_path, monkeypatch):
     """Output of an earlier start does not count. A run whose last step ends at its time limit is done."""
-    run = make_run(tmp_path)
+    run = dataclasses.replace(make_run(tmp_path), minutes=0.001)
     for line, expected in (
         ("echo error: CUDA out of memory; exit 1", ("oom", "error: CUDA out of memory")),
         ("echo error: no; exit 1", ("failed", "error: no")),
+        (
+            "echo 'error: rank 1: it was killed by SIGKILL'; exit 137",
+            ("oom", "error: rank 1: it was killed by SIGKILL"),
+        ),
         ("true", ("pending", "stopped at step 0 of 4; the next start resumes the run")),
+        ("exec sleep 60", ("timeout", "stopped after 0.001 minutes at step 0 of 4")),
     ):
         monkeypatch.setattr("bench.suite.execution.build_command", lambda *_, line=line: ["bash", "-c", line])
         status = execute(run)
@@ -198,15 +181,6 @@ def test_metrics_have_the_right_values(tmp_path):
     assert [read_metric(run, metric) for metric in ("step_ms", "val_loss", "peak_bytes")] == [200, 1, 7]
     write_files(run, [{"step": 4, "val_loss": math.nan}], "[]")
     assert read_metric(run, "val_loss") is None and read_metric(run, "peak_bytes") is None
-
-
-def test_intervals_over_seeds():
-    """Intervals use Student's t distribution. Paired differences need both seeds."""
-    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3))
-    assert half_width([1.0]) is None
-    reference = {1: 10.0, 2: 20.0, 3: 30.0, 4: None}
-    differences = paired_differences({1: 11.0, 2: 21.0, 3: 31.5, 4: 1.0, 6: 1.0}, reference)
-    assert differences == [1.0, 1.0, 1.5]
 
 
 def test_rows_are_compared_with_a_reference(tmp_path):
@@ -245,7 +219,7 @@ def test_only_possible_runs_start_until_a_signal(tmp_path, monkeypatch, capsys):
 def test_slurm_scripts_are_valid_and_run(tmp_path, python):
     """Scripts pass shellcheck. A simulated scheduler runs one to its end on two nodes.
 
-    The next submission leaves out the finished run. Ranks that do not fill nodes are refused.
+    Ranks that do not fill nodes are refused.
     """
     path = write_suite(tmp_path, SUITE.replace("seeds = [1, 2]", "").replace("[1]", "[2]").replace('"baseline", ', ""))
     config = SuiteConfig(str(path), tmp_path / "out", device="cpu", create_slurm=True, gpus_per_node=1)
@@ -265,8 +239,6 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, python):
     completed = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert completed.returncode == 0 and completed.stdout.strip() == "done", completed.stdout + completed.stderr
     assert list(read_states(tmp_path / "out" / "tiny").values()) == ["done"]
-    completed = subprocess.run(submit, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-    assert completed.returncode == 0 and completed.stdout.startswith("already finished: ")
     with pytest.raises(ConfigError, match="do not fill nodes of 3"):
         main(dataclasses.replace(config, suite="scaling", gpus_per_node=3))
 
@@ -275,9 +247,7 @@ def test_slurm_scripts_are_valid_and_run(tmp_path, python):
     ("text", "message"),
     [
         ("phasse = 1\n" + SUITE, "Object contains unknown field `phasse`"),
-        (SUITE.replace("seeds = [1, 2]", "seeds = [1, 1]"), "seeds has a value more than once"),
         (SUITE + "seed = 3\n", "seed is set by the suite"),
-        (SUITE.replace("val_loss", "peak_bytes"), "peak_bytes needs ledger: add ledger = true"),
         (SUITE.replace("val_loss", "tokens_per_second"), "max_iters=1 is too small for tokens_per_second: use 2"),
         (
             SUITE.replace("baseline", "phase1").replace("[config]", TWO_PHASES),
@@ -293,10 +263,8 @@ def test_a_wrong_suite_file_is_refused_with_one_sentence(tmp_path, text, message
 
 
 def test_a_wrong_request_is_refused_with_one_sentence(tmp_path):
-    """Unknown suites and invalid file names are refused; a damaged status counts as pending."""
+    """Unknown suites are refused; a damaged status counts as pending."""
     with pytest.raises(ConfigError, match="no suite scalling; did you mean scaling"):
         load_suite("scalling")
-    with pytest.raises(ConfigError, match=r"matching regex .* at `\$.name`"):
-        load_suite(str(write_suite(tmp_path).rename(tmp_path / "...toml")))
     (tmp_path / "status.json").write_text('{"sta')
     assert read_status(tmp_path)["state"] == "pending"

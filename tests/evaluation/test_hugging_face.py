@@ -162,8 +162,8 @@ def check_loading(loading: list[tuple[int, int]], ranks: int) -> None:
 
 
 def test_packed_experts_are_unpacked(models, monkeypatch):
-    """Rows of 4-bit experts are the numbers of the MXFP4 format: a table of 16 values, times a power of two. With
-    tensor parallelism, a rank reads only the bytes of its part of each expert, rounded up to 32 numbers."""
+    """Rows of 4-bit experts are those that `transformers` unpacks. With tensor parallelism, a rank reads only the bytes
+    of its part of each expert, rounded up to 32 numbers."""
     from evaluation import hf_files
     from evaluation.hf_tensor_parallel import Part
 
@@ -171,13 +171,9 @@ def test_packed_experts_are_unpacked(models, monkeypatch):
     blocks = torch.randint(0, 256, (4, 6, 2, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scales = torch.randint(120, 132, (4, 6, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, folder / "packed.safetensors")
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    table = torch.cat([table, -table])
-    numbers = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1)  # low half first
-    numbers = numbers.flatten(-2) * 2.0 ** (scales[..., None].float() - 127)
     files = {f"{name}_{kind}": folder / "packed.safetensors" for kind in ("blocks", "scales")}
-    wanted = numbers.flatten(-2).transpose(1, 2)  # (experts, C, 2 I)
     convert, sizes = hf_files.convert_moe_packed_tensors, []
+    wanted = convert(blocks, scales).float()  # (experts, C, 2 I)
     monkeypatch.setattr(
         hf_files, "convert_moe_packed_tensors", lambda *args: sizes.append([x.numel() for x in args]) or convert(*args)
     )

@@ -9,7 +9,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import random
-import resource
 import runpy
 import signal
 import socket
@@ -35,11 +34,15 @@ DEADLINE = 1200.0  # seconds; only a failing test waits so long, even on a busy 
 LONG_RUN = {**TINY, "max_iters": 100000, "eval_interval": 100000, "stall_seconds": 1000}
 
 
+def run_in_new_interpreter(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python words...` in a new interpreter until it exits."""
+    options: dict[str, Any] = {"cwd": cwd, "env": {**os.environ, **environment}, "timeout": DEADLINE}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, **options)
+
+
 def run_with_compiled_kernels(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `python words...` in a new interpreter, in which Triton compiles kernels instead of interpreting them."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    return run_in_new_interpreter(*words, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT))
 
 
 @dataclass
@@ -64,7 +67,6 @@ class Program:
         *words: str,
         cwd: Path = ROOT,
         open_output: Callable[[], int] | None = None,
-        processor_seconds: int | None = None,
         new_interpreters: bool = False,
         **environment: str,
     ) -> None:
@@ -73,7 +75,6 @@ class Program:
         Args:
             open_output: function that the program's process calls; it returns the file descriptor for the output,
                 instead of the file.
-            processor_seconds: the program is killed after this much processor time.
             new_interpreters: the program starts its ranks in new interpreters, as it does for a user.
         """
         context = multiprocessing.get_context("forkserver")
@@ -83,7 +84,7 @@ class Program:
         output = self.file.name if open_output is None else open_output
         with without_main_module():
             forks = not new_interpreters and CAN_FORK_RANKS
-            process_args = (words, output, cwd, processor_seconds, forks, {**os.environ, **environment})
+            process_args = (words, output, cwd, forks, {**os.environ, **environment})
             self.process = context.Process(target=run_in_this_process, args=process_args)
             self.process.start()
         assert self.process.pid is not None
@@ -139,18 +140,10 @@ def kill_programs(programs: list[Program]) -> None:
         program.process.join(10)
 
 
-def run_program(
-    *words: str, timeout: float = DEADLINE, processor_seconds: int | None = None, **environment: str
-) -> Outcome:
-    """Run a program of the repository until it exits, as `python words...` does.
-
-    Args:
-        timeout: seconds until the program must have exited.
-        processor_seconds: the program is killed after this much processor time. Unlike `timeout`, it does not depend
-            on the load of the machine.
-    """
-    program = Program(*words, processor_seconds=processor_seconds, **environment)
-    output, _ = program.communicate(timeout)
+def run_program(*words: str, **environment: str) -> Outcome:
+    """Run a program of the repository until it exits, as `python words...` does."""
+    program = Program(*words, **environment)
+    output, _ = program.communicate()
     return Outcome(program.returncode, output)
 
 
@@ -158,7 +151,6 @@ def run_in_this_process(
     words: tuple[str, ...],
     output: str | Callable[[], int],
     cwd: Path,
-    processor_seconds: int | None,
     forks: bool,
     environment: dict[str, str],
 ) -> None:
@@ -167,8 +159,6 @@ def run_in_this_process(
     Args:
         forks: fork the Python programs that this program starts from this process.
     """
-    if processor_seconds is not None:
-        resource.setrlimit(resource.RLIMIT_CPU, (processor_seconds, processor_seconds))
     if forks:
         subprocess.Popen = subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
         multiprocessing.util.spawnv_passfds = fork_rank_server  # type: ignore[attr-defined]

@@ -1,21 +1,16 @@
 """Ranks and nodes that disagree or cannot start: every one prints the reason and exits before training starts."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import RequestClock, create_runtime
-from nanoGPT.files import DATA, sha256_of
-from nanoGPT.job.parse import config_from_launcher
 from operate import run_description
 from operate.agreement import find_disagreement
-from operate.launch import config_to_env
 from operate.run_description import describe_run
 from tests.helpers.programs import Program, assert_refused, find_free_port, run_program
-from tests.helpers.training import CONFIGS, TINY, tiny, train
+from tests.helpers.training import TINY, tiny
 from workshop.ranks import RankFailed, run_on_ranks
 
 COUNTING_CONFIG = """
@@ -143,21 +138,11 @@ def test_the_digest_changes_with_the_code(tmp_path, monkeypatch):
     assert digests[0] == digests[1] and len({*digests}) == 3
 
 
-@pytest.mark.parametrize("phase", CONFIGS)
-def test_a_rank_reads_the_configuration_from_its_environment(phase, tmp_path, monkeypatch):
-    """A rank reads exactly the configuration that the launcher has parsed. Without the launcher's variables, it returns
-    None."""
-    config = tiny(phase, tmp_path, learning_rate=1 / 3, vocab_size=None)
-    assert config_from_launcher(type(config)) is None
-    for name, value in config_to_env(config).items():
-        monkeypatch.setenv(name, value)
-    assert config_from_launcher(type(config)) == config
-
-
 WRONG_ENVIRONMENTS = [
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR= and MASTER_PORT=: start ranks with torchrun, or set all four"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
     ({"TORCHELASTIC_MAX_RESTARTS": "many"}, "TORCHELASTIC_MAX_RESTARTS=many"),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, "the environment "),
 ]
 
 
@@ -174,7 +159,7 @@ SHORT_TIMEOUT = """
 import datetime, runpy
 from nanoGPT import observers
 observers.Flags.timeout = property(lambda self: datetime.timedelta(seconds=1.2))
-{run}
+runpy.run_module('operate.launch', run_name='__main__')
 """
 
 
@@ -182,39 +167,10 @@ def test_a_node_that_does_not_connect_is_named(tmp_path):
     """After the timeout, the waiting node names the node that did not connect, and exits with code 2."""
     words = ["--nnodes=2", "--node_rank=0", "--master_addr=127.0.0.1", "--gpus=1", "nanoGPT/train.py"]
     program = tmp_path / "impatient.py"
-    program.write_text(SHORT_TIMEOUT.format(run="runpy.run_module('operate.launch', run_name='__main__')"))
+    program.write_text(SHORT_TIMEOUT)
     flags = make_run_flags(tmp_path, stall_seconds=1)
     ((code, errors),) = collect_outcomes([Program(str(program), *words, *flags, MASTER_PORT=find_free_port())])
     assert code == 2 and "node 1 did not connect" in errors[0]
-
-
-def test_missing_ranks_are_reported_without_a_launcher(tmp_path):
-    """Without a launcher, a rank prints one error if not all ranks connect before the timeout."""
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port()}
-    program = tmp_path / "impatient.py"
-    program.write_text(SHORT_TIMEOUT.format(run="runpy.run_path('nanoGPT/train.py', run_name='__main__')"))
-    flags = make_run_flags(tmp_path, stall_seconds=1)
-    ((code, errors),) = collect_outcomes([Program(str(program), *flags, **environment)])
-    assert code == 2 and "not all of the 2 ranks have connected" in errors[0], errors
-
-
-def test_a_resume_on_other_data_is_refused(tmp_path):
-    """A run does not resume if its dataset has changed, even if the new text has the same characters. Its weights can
-    still be evaluated there, or start a new run."""
-    data, run = tmp_path / "data", tmp_path / "run"
-    shutil.copytree(DATA / "shakespeare_char", data)
-    train("nanoGPT", 1, tiny("nanoGPT", run, dataset=str(data), max_iters=5))
-    meta, val = json.loads((data / "meta.json").read_text()), (data / "val.bin").read_bytes()
-    (data / "val.bin").write_bytes(val[2:] + val[:2])
-    meta["splits"]["val"][0]["sha256"] = sha256_of(data / "val.bin")
-    (data / "meta.json").write_text(json.dumps(meta))
-    outcome = run_program("nanoGPT/train.py", *make_run_flags(run, dataset=data, init_from="resume", max_iters=8))
-    assert_refused(outcome, "is not the data that step-00000005 was trained on", "val.bin")
-    words = [f"--out_dir={run}", f"--dataset={data}", "--device=cpu", "--eval_iters=1"]
-    assert run_program("phase3_fsdp/evaluate.py", *words).code == 0
-    flags = make_run_flags(tmp_path / "new", dataset=data, init_from=run, max_iters=1)
-    assert run_program("nanoGPT/train.py", *flags).code == 0
 
 
 def stop_on_a_signal(signal_step: int) -> tuple[list[int], int]:

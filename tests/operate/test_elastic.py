@@ -152,7 +152,4 @@ def test_a_node_that_cannot_start_says_why(tmp_path):
     assert_refused(run_program(*node, f"--out_dir={tmp_path}"), "STORE=127.0.0.1:1 does not answer")
     assert_refused(run_program(*node), "needs --out_dir")
     assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--dropout=2"), "--dropout=2.0 is out of range")
-    for option, value, name in (("gpus", "0", "GPUS"), ("nodes", "4:1", "NODES"), ("store", "10.0.0.1", "STORE")):
-        outcome = run_program(node[0], f"--{option}={value}", *node[2:], f"--out_dir={tmp_path}")
-        assert_refused(outcome, f"{name}={value}")
-    assert_refused(run_program("operate.elastic", "serve", "--port=0"), "PORT=0 is not a port")
+    assert_refused(run_program(node[0], "--nodes=4:1", *node[2:], f"--out_dir={tmp_path}"), "NODES=4:1")

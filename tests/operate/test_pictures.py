@@ -49,21 +49,20 @@ def test_watch_shows_a_run_that_has_just_begun(run, tmp_path):
     for seconds, has_ended in ((0.0, True), (time.time(), False)):  # silent for more than a minute, and alive
         (tmp_path / "heartbeat" / "rank0.json").write_text(json.dumps({**beat, "ended": False, "time": seconds}))
         assert "s ago" in show(tmp_path) and watch.has_ended(tmp_path) == has_ended
-    assert watch.format_sparkline([3.0, 1.0, 2.0]) == "█▁▅" and watch.format_sparkline([]) == ""
-    assert len(watch.format_sparkline([float(i) for i in range(1000)])) == watch.CURVE_WIDTH
 
 
-def test_plot_draws_runs_and_prints_a_summary(run, tmp_path, capsys):
+def test_plot_draws_runs_and_prints_a_summary(run, tmp_path, monkeypatch, capsys):
     """The figure is written, and the summary has the last loss and the best validation loss of each run."""
     shutil.copytree(run, tmp_path / "other")
-    plot.main(f"{run},{tmp_path / 'other'}", tmp_path / "plot.png")
+    monkeypatch.chdir(tmp_path)
+    plot.main(f"{run},other")
     lines = read_json_lines(run / "metrics.jsonl")
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     best = min(line["val_loss"] for line in lines if line["val_loss"] is not None)
     header, first, second, written = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["run", "ranks", "steps"] and written == f"wrote {tmp_path / 'plot.png'}"
+    assert header.split()[:3] == ["run", "ranks", "steps"] and written == "wrote out/plot.png"
     assert first.split()[1:5] == second.split()[1:5] == ["2", "12", f"{losses[-1]:.4f}", f"{best:.4f}"]
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="has no metrics"):
-        plot.main(str(tmp_path), tmp_path / "plot.png")
+        plot.main(str(tmp_path))
     assert_refused(run_program("operate.watch", f"--run={tmp_path}"), "is not the directory of a run")

@@ -8,7 +8,7 @@ import torch
 
 from phase2_triton.kernels import attention
 from phase2_triton.kernels.attention import causal_attention, reference
-from phase2_triton.kernels.core import KernelError, launch, next_power_of_2
+from phase2_triton.kernels.core import KernelError
 from tests.helpers.attention import compute_dropout_mask, make_projection, run_sdpa, split_heads
 from tests.helpers.kernels import (
     assert_as_exact_as_torch,
@@ -96,33 +96,6 @@ def test_dropout_matches_the_reference_with_the_same_mask(B, nh, dtype):
     )
 
 
-def test_torchs_seed_decides_the_mask():
-    """The same manual_seed gives the same bits, and another one does not. Without dropout no random number is drawn."""
-    qkv = make_projection(1, 2, 33, 16).detach()
-
-    def run_with_seed(seed):
-        torch.manual_seed(seed)
-        return causal_attention(*split_heads(qkv), 0.3)
-
-    assert torch.equal(run_with_seed(1), run_with_seed(1)) and not torch.equal(run_with_seed(1), run_with_seed(2))
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    causal_attention(*split_heads(qkv))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_model_needs_no_copies():
-    """The kernel reads views of one projection directly, and the result is (B, T, C) without a copy."""
-    q, k, v = split_heads(make_projection(2, 3, 20, 16).detach())
-    launches = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "launch", lambda *args, **options: launches.append(args) or launch(*args, **options))
-        y = causal_attention(q, k, v)
-    assert [x.data_ptr() for x in launches[0][2:5]] == [x.data_ptr() for x in (q, k, v)]
-    rows = y.transpose(1, 2)
-    assert rows.is_contiguous() and rows.contiguous().view(2, 20, 48).data_ptr() == y.data_ptr()
-
-
 def test_any_layout_and_expanded_gradients_work():
     """Three layouts, one without contiguous rows, and a gradient of stride 0 match contiguous tensors."""
     B, nh, T, hs = 2, 3, 33, 24
@@ -136,18 +109,6 @@ def test_any_layout_and_expanded_gradients_work():
         assert are_equal(
             torch.autograd.grad(reduce(from_views), views), torch.autograd.grad(reduce(from_contiguous), leaves)
         )
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    gradients = torch.autograd.grad(causal_attention(*views).sum(), views)
-    for actual, expected in zip(gradients, torch.autograd.grad(reference(*exact).sum(), exact), strict=True):
-        assert gap(actual, expected) <= 1e-5
-
-
-@pytest.mark.heavy
-def test_gradcheck():
-    """In fp64, finite differences in a random direction match the backward pass, with dropout."""
-    q, k, v = (draw_normal((1, 2, 3, 2), seed).requires_grad_() for seed in (1, 2, 3))
-    seed = torch.tensor([11])
-    assert torch.autograd.gradcheck(lambda *x: attention.forward_op(*x, seed, 0.4, 0.7)[0], (q, k, v), fast_mode=True)
 
 
 def test_saved_tensors_can_change_their_layout():
@@ -216,42 +177,27 @@ def test_autocast_matches_sdpa():
     )
 
 
-def test_the_steps_match_the_reference():
-    """A kernel that loads all keys at once, and one that masks every block, match the reference."""
+def test_a_kernel_that_masks_every_block_matches_the_reference():
+    """A kernel that also masks the blocks below the diagonal matches the reference."""
     q, k, v = (x.contiguous() for x in split_heads(make_projection(2, 1, 97, 24).detach()))
     exact = reference(*(x.double() for x in (q, k, v)))
     with guard_bands():
         guarded = tuple(guard(x) for x in (q, k, v))
-        y, lse, step_1 = torch.empty(2, 97, 1, 24).transpose(1, 2), torch.empty(2, 1, 97), torch.empty_like(q)
-        sizes = {"HS": 24, "BLOCK_D": 32, "BLOCK": 32, "KEYS": next_power_of_2(97)}
-        launch(attention.all_keys_kernel, (4, 2), *guarded, step_1, 97, 24**-0.5, **sizes)
+        y, lse = torch.empty(2, 97, 1, 24).transpose(1, 2), torch.empty(2, 1, 97)
         attention.launch_blocks(
             attention.forward_kernel, "attention_forward", guarded, (y, lse), None, 0.0, 24**-0.5, SPLIT=False
         )
-    assert gap(step_1, exact) <= 1e-6 and gap(y, exact) <= 1e-6
+    assert gap(y, exact) <= 1e-6
 
 
-def test_empty_inputs_give_empty_results():
-    """A batch of no sequences, and sequences of no tokens, give empty results and gradients."""
-    for shape in ((0, 2, 5, 16), (2, 2, 0, 16)):
-        q = torch.zeros(shape, requires_grad=True)
-        y = causal_attention(q, q, q, 0.1)
-        assert y.shape == shape and torch.autograd.grad(y.sum(), q)[0].shape == shape
-
-
-def test_counted_flops_and_bytes():
-    """FlopCounterMode counts all pairs, as for SDPA. `cost` counts the half that is computed, and each tensor once."""
+def test_counted_flops():
+    """FlopCounterMode counts all pairs of tokens, as for SDPA."""
     qkv = make_projection(2, 3, 64, 16)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         y = run_kernels(qkv)
         assert counter.get_total_flops() == 4 * 2 * 3 * 64 * 64 * 16
         y.sum().backward()
     assert counter.get_total_flops() == 14 * 2 * 3 * 64 * 64 * 16
-    forward, backward = attention.cost(2, 3, 64, 16, 4)
-    size, lse = 4 * y.numel(), 4 * 2 * 3 * 64
-    assert (forward.read, forward.written) == (3 * size, size + lse)
-    assert (backward.read, backward.written) == (5 * size + lse, 3 * size)
-    assert forward.flops == 4 * 16 * 2 * 3 * sum(range(65)) and backward.flops == 2.5 * forward.flops
 
 
 INVALID_CALLS = [

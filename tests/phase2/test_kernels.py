@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch._inductor.codecache import FxGraphHashDetails
 
-from bench.kernels import tune
 from bench.kernels.resources import build_calls, record_call
 from phase2_triton.kernels import adamw, core
-from phase2_triton.kernels.core import hash_sources, load_config_table
+from phase2_triton.kernels.core import hash_sources
 from tests.helpers.kernels import find_converted_numbers
 from tests.helpers.programs import run_with_compiled_kernels
 
@@ -36,26 +34,6 @@ def test_changed_kernels_are_compiled_again():
     """torch.compile stores graphs on disk. Their key contains the kernels' code, so that it never uses an old graph."""
     assert hash_sources() in torch.compiler.config.cache_key_tag
     assert hash_sources() in FxGraphHashDetails(None, [], {}, []).cache_key_tag
-
-
-def test_the_configuration_table_is_consistent():
-    """Each kernel has rows for a GPU and for the interpreter, sorted by width, with the same tile sizes."""
-    for kernel, rows_by_device in load_config_table().items():
-        assert {"cuda", "interpreter"} <= rows_by_device.keys(), kernel
-        optional_fields = {"num_warps", "num_stages", "up_to", "heads"}
-        names = {frozenset(row) - optional_fields for device_rows in rows_by_device.values() for row in device_rows}
-        assert len(names) == 1, kernel
-        for device_rows in rows_by_device.values():
-            assert [row["up_to"] for row in device_rows] == sorted(row["up_to"] for row in device_rows), kernel
-
-
-def test_rows_can_be_for_one_version_of_triton(monkeypatch):
-    """With Triton 3.6 on an H100, dk and dv have their own row, which tuning changes. Others use that of sm_90."""
-    rows = load_config_table()["attention_dkv"]
-    with core.record_launches("sm_90"):
-        for version, name in (("3.6.0", "sm_90 with Triton 3.6"), ("3.9.0", "sm_90")):
-            monkeypatch.setattr(triton, "__version__", version)
-            assert core.find_rows("attention_dkv") is rows[name] is tune.architecture_rows("attention_dkv")
 
 
 def test_a_launch_selects_the_device_of_its_tensors(monkeypatch):

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from bench.kernels.resources import ARCHITECTURES, TABLE, list_launches
-from tests.helpers.marks import mark_slow
 from tests.helpers.programs import run_with_compiled_kernels
 
 TABLE_ROWS = json.loads(TABLE.read_text())["rows"]
@@ -31,9 +30,9 @@ def test_every_kernel_compiles_for_real_gpus():
 
 @pytest.mark.parametrize(
     ("case", "custom_kernels", "problems"),
-    [("planted", 1, {"fp64", "spills"}), *mark_slow(("all", 14, set()), ("none", 0, set()))],
+    [("planted", 1, {"fp64", "spills"}), ("all", 14, set()), ("none", 0, set())],
 )
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_code_of_torch_compile_compiles_for_an_h100(case, custom_kernels, problems):
     """A GPT with all kernels, or without them, is one graph, and every kernel in its code compiles for an H100.
 

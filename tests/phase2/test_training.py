@@ -2,13 +2,10 @@
 
 import copy
 import functools
-import inspect
 import os
-import runpy
 import shutil
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT, MLP, Attention, Block, CausalSelfAttention, GPTConfig
+from nanoGPT.model import GPT, Attention, Block, CausalSelfAttention, GPTConfig
 from nanoGPT.sample import generate
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.apply import (
@@ -28,7 +25,7 @@ from phase2_triton.apply import (
     resolve_kernels,
     select_kernels,
 )
-from phase2_triton.changes import find_change, hash_method
+from phase2_triton.changes import find_change
 from phase2_triton.kernels.core import KernelError
 from tests.helpers.kernels import compile_full_graph, draw_integers
 from tests.helpers.programs import DEADLINE, assert_refused, run_program
@@ -133,21 +130,22 @@ def test_generation_matches_the_plain_model():
 @pytest.mark.parametrize(
     ("device_type", "is_compiled", "head_size", "expected"),
     [
-        ("cuda", True, 64, {"adamw", "loss"}),
-        ("cuda", False, 64, set(KERNELS)),
-        ("cuda", False, 256, set(KERNELS) - {"attention"}),
+        ("cuda", True, 64, {"loss"}),
+        ("cuda", False, 64, set(KERNELS) - {"adamw"}),
+        ("cuda", False, 256, set(KERNELS) - {"adamw", "attention"}),
         ("cpu", True, 64, set()),
         ("mps", False, 64, set()),
     ],
 )
 def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_size, expected):
-    """auto selects adamw and loss for a compiled model on a GPU, all that support the model in eager mode, else none.
+    """auto selects loss for a compiled model on a GPU, all but adamw that support the model in eager mode, else none.
 
-    Phases 1 and 3 get the same kernels without adamw. The line that is printed names the kernels of the model.
+    It is the default on a GPU. Phases 1 and 3 get the same kernels. The line that is printed names them.
     """
+    assert TritonConfig.gpu_defaults()["kernels"] == "auto" and "kernels" not in TrainConfig.gpu_defaults()
     assert parse_kernels(select_kernels(" Auto ", device_type, is_compiled, head_size)) == expected
     sharded = resolve_kernels(TrainConfig(n_embd=2 * head_size, n_head=2, compile=is_compiled), "auto", device_type)
-    assert parse_kernels(sharded) == expected - {"adamw"}
+    assert parse_kernels(sharded) == expected
     net = make_model(n_embd=2 * head_size, n_layer=1)
     line, *_ = apply_kernels(net, "auto", device_type, is_compiled)
     assert line.startswith(f"kernels: auto selects {sharded}: ")
@@ -192,6 +190,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(tmp_path, device):
         assert resumed == uninterrupted if is_identical else gap(resumed, uninterrupted) <= 1e-5
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager(tmp_path, device):
     """--compile=True prints the losses of eager mode: every kernel is inside the graph."""
     fields = {**SMALL, "device": device, "dtype": "float32"}
@@ -334,28 +333,10 @@ def test_the_attention_kernel_keeps_other_code_of_attention():
     assert compute_max_gap(grads, expected_grads) <= 2e-6
 
 
-@pytest.mark.parametrize(
-    ("new", "is_same"),
-    [
-        ('"""Doc."""\n    # comment\n\n    return (', True),
-        ("return 2 * (", False),
-    ],
-)
-def test_only_code_changes_the_digest_of_a_method(new, is_same, tmp_path, monkeypatch):
-    """Comments, a docstring, line breaks and parentheses do not change the digest, but a factor does."""
-    digest, path = hash_method(MLP, "forward"), tmp_path / "changed.py"
-    code = textwrap.dedent(inspect.getsource(MLP.forward)).rstrip().replace("return ", new) + "\n)\n"
-    path.write_text(f"from torch import Tensor\n{code}")
-    monkeypatch.setattr(MLP, "forward", runpy.run_path(str(path))["forward"])
-    assert (hash_method(MLP, "forward") == digest) is is_same
-
-
 def test_an_unknown_kernel_is_refused(tmp_path):
     """A misspelled kernel is refused with one sentence that suggests the nearest name, before training starts."""
     outcome = run_program("phase2_triton/train.py", "--kernels=layernom,loss", f"--out_dir={tmp_path}")
     assert_refused(outcome, "'layernom'", "did you mean layernorm?")
-    with pytest.raises(ConfigError, match="heads of 256 channels"):
-        TritonConfig(n_embd=512, n_head=2).check(1)
     with pytest.raises(ConfigError, match="'all'"):
         parse_kernels("all,loss")
     assert parse_kernels("Loss , gelu") == {"loss", "gelu"} and not parse_kernels("None")

@@ -1,4 +1,4 @@
-"""`phase3_fsdp/minimal.py`, the FSDP recipe in torch alone: on a Llama-shaped model, and as a program."""
+"""`phase3_fsdp/minimal.py`, the FSDP recipe in torch alone: on a Llama, and as a program."""
 
 import itertools
 import math
@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import functional as F
 
 from nanoGPT.errors import ConfigError
+from nanoGPT.llama import Llama, LlamaConfig
 from phase1_zero1 import naive
 from phase3_fsdp import minimal
 from tests.helpers.programs import Program
@@ -22,59 +23,19 @@ from workshop.ranks import run_on_ranks
 V, C, T, HEADS = 61, 24, 10, 3  # sizes that 2 ranks cannot divide evenly: vocabulary, channels, tokens, heads
 
 
-class Rope(nn.Module):
-    """Rotary position embeddings. Their tables are buffers that no checkpoint contains."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
-        angles = torch.outer(torch.arange(T), frequencies)
-        self.register_buffer("cos", angles.cos(), persistent=False)  # (T, size / 2)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate (B, nh, T, hs) queries or keys."""
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], dim=-1).to(x.dtype)
-
-
-class LlamaBlock(nn.Module):
-    """RMSNorm, attention with RoPE, RMSNorm, SwiGLU."""
+class OddLlama(Llama):
+    """A Llama with a tied head, a parameter that is not contiguous, and two buffers, one of them not persistent."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(C), nn.RMSNorm(C)
-        self.qkv, self.out = nn.Linear(C, 3 * C, bias=False), nn.Linear(C, C, bias=False)
-        self.rope = Rope(C // HEADS)
-        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((C, 64), (C, 64), (64, C)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(self.rope(q), self.rope(k), v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Llama(nn.Module):
-    """A small model with the shape of Llama. It knows nothing about FSDP, and its head is tied to its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(V, C)
-        self.layers = nn.ModuleList(LlamaBlock() for _ in range(3))
-        self.norm, self.head = nn.RMSNorm(C), nn.Linear(C, V, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("shift", torch.linspace(0, 1, V))  # a persistent buffer
-        self.norm.weight = nn.Parameter(torch.ones(2 * C)[::2])  # not contiguous
+        super().__init__(LlamaConfig(3, HEADS, C, T, V, tie_embeddings=True))
+        self.register_buffer("shift", torch.linspace(0, 1, V))
+        self.register_buffer("scale", torch.linspace(0.5, 2, C), persistent=False)
+        self.model["norm"].weight = nn.Parameter(torch.ones(2 * C)[::2])
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy((self.head(self.norm(x)) + self.shift).flatten(0, 1).float(), targets.flatten())
+        x = self.compute_features(tokens)
+        logits = self.compute_logits(x * self.scale.to(x.dtype)) + self.shift
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def fill(name: str, full: Tensor) -> None:
@@ -95,7 +56,7 @@ def batches_of(step: int, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def build(dtype: torch.dtype = torch.float32) -> tuple[minimal.FSDPModule, torch.optim.Optimizer]:
-    model = minimal.build_sharded_model(Llama, lambda llama: llama.layers, fill, minimal.join_ranks(), dtype)
+    model = minimal.build_sharded_model(OddLlama, lambda llama: llama.blocks, fill, minimal.join_ranks(), dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -122,7 +83,7 @@ def exercise_recipe(folder: str) -> dict:
 
 def train_unsharded() -> list[tuple[float, float]]:
     """Train the same model in one process, without FSDP."""
-    model = Llama()
+    model = OddLlama()
     with torch.no_grad():
         for name, param in model.named_parameters():
             fill(name, param)
@@ -145,7 +106,7 @@ def max_difference(history: list[tuple[float, float]], other: list[tuple[float, 
 
 
 def test_any_module_trains_sharded_and_resumes_exactly(tmp_path):
-    """A Llama-shaped model on 2 ranks has the losses and norms of an unsharded run, and resumes exactly.
+    """A Llama on 2 ranks has the losses and norms of an unsharded run, and resumes exactly.
 
     Each rank stores half of the rows of each parameter. All buffers, also non-persistent ones, have their values.
     """
@@ -158,8 +119,8 @@ def test_any_module_trains_sharded_and_resumes_exactly(tmp_path):
         for name, (shape, elements, dtype) in result["shards"].items():
             rows = min(-(-shape[0] // 2) * (rank + 1), shape[0]) - -(-shape[0] // 2) * rank
             assert elements == rows * shape.numel() // shape[0] and dtype == torch.float32, name
-        true_buffers = dict(Llama().named_buffers())
-        assert result["buffers"].keys() == true_buffers.keys() and len(true_buffers) == 7
+        true_buffers = dict(OddLlama().named_buffers())
+        assert result["buffers"].keys() == true_buffers.keys()
         assert all(torch.equal(buffer, true_buffers[name]) for name, buffer in result["buffers"].items())
     assert expected[-1][0] < expected[0][0] - 0.3, "the model does not learn"
 
@@ -266,24 +227,24 @@ def resume_schedulers(folder: str) -> None:
             )
 
 
-class Untied(Llama):
+class Untied(OddLlama):
     def __init__(self) -> None:
         super().__init__()
-        self.head.weight = nn.Parameter(torch.zeros(V, C))
+        self.lm_head.weight = nn.Parameter(torch.zeros(V, C))
 
 
-class Wider(Llama):
+class Wider(OddLlama):
     def __init__(self) -> None:
         super().__init__()
-        self.layers[1].up = nn.Linear(C, 65, bias=False)
+        self.blocks[1].mlp.up_proj = nn.Linear(C, 65, bias=False)
         self.register_buffer("shift", torch.zeros(V, 1))
 
 
 def refuse_other_models(folder: str) -> None:
     """Load a checkpoint into models and parameter groups that differ. Runs on one rank."""
     minimal.save(folder, *build(), 0)
-    for other, differ in ((Untied, "head.weight"), (Wider, "layers.1.up.weight, shift")):
-        model = minimal.build_sharded_model(other, lambda llama: llama.layers, fill, minimal.join_ranks())
+    for other, differ in ((Untied, "lm_head.weight"), (Wider, "model.layers.1.mlp.up_proj.weight, shift")):
+        model = minimal.build_sharded_model(other, lambda llama: llama.blocks, fill, minimal.join_ranks())
         with pytest.raises(ValueError, match=f"differ in the names or shapes of {differ}$"):
             minimal.load(folder, model, torch.optim.AdamW(model.parameters()))
     saved, other = Branched("SGD"), Branched("SGD")
@@ -366,9 +327,6 @@ def test_wrong_starts_are_refused(program, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", value)
         with pytest.raises(ConfigError, match="start it with torchrun"):
             program()
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ConfigError, match="WORLD_SIZE=two is not a number"):
-        program()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="micro_batches=3 cannot be divided by 2 ranks: use a multiple of 2"):

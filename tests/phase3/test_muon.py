@@ -82,15 +82,11 @@ def test_it_trains_like_one_rank(ranks, options, runs, device, need_ranks):
     ledger = json.loads((run / "ledger.json").read_text())
     assert matches_formula(ledger)
     matrices = 2 * 12 * 32**2
-    params, replicas = ledger["parameters"], 2 if "fsdp_shard_size" in options else 1
-    moments = 4 * matrices + 8 * (params - matrices)
-    total = sum(rank["state_bytes"]["optimizer_state"] for rank in ledger["ranks"]) / replicas
-    assert moments < total <= moments + 4 * 8 * ranks  # a step count of 4 bytes for each of AdamW's tensors
     sent = [row for row in ledger["ranks"][0]["collectives"] if row["kind"] == "all-to-all"]
     if ranks == 1:
         assert sent == []
     else:
-        shards = ranks // replicas
+        shards = ranks // (2 if "fsdp_shard_size" in options else 1)
         assert [(row["ranks"], row["calls"]) for row in sent] == [(shards, 2)]
         assert sent[0]["tensor_bytes"] == pytest.approx(2 * 2 * matrices / shards, rel=0.5)
 

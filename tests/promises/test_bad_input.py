@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,8 +43,6 @@ def run_trainer(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **env
         ("--compile=maybe", ["maybe", "--compile"]),
         ("--batch_size", ["--batch_size needs a value", "--batch_size=VALUE"]),
         ("--dtype=float8", ["float8", "bfloat16"]),
-        ("--batch_size=0", ["--batch_size=0", "1 or more"]),
-        ("--learning_rate=nan", ["above 0"]),
         ("--dropout=1.5", ["in [0, 1)"]),
         ("--n_embd=130", ["--n_embd=130", "--n_head=4"]),
         ("--device=tpu", ["auto, cpu, cuda or mps"]),
@@ -76,15 +73,6 @@ def test_a_config_file_may_set_known_fields_only(tmp_path):
         assert_refused(run_trainer(tmp_path / "run", str(tmp_path / "bad.py")), *words)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [{"RANK": "5", "WORLD_SIZE": "2"}, {"RANK": "1"}, {"RANK": "abc"}],
-)
-def test_an_invalid_rank_in_the_environment_is_refused(variables, tmp_path):
-    """Invalid values of RANK and WORLD_SIZE are refused with one sentence, before ranks wait for each other."""
-    assert_refused(run_trainer(tmp_path / "run", **variables), "the environment ")
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
 def test_a_blocked_path_is_named(name, tmp_path):
     """If a path is a directory instead of a file, or a file instead of a directory, the error names it."""
@@ -92,23 +80,6 @@ def test_a_blocked_path_is_named(name, tmp_path):
     path = tmp_path / "run" / name
     path.mkdir() if "." in name else path.touch()
     assert_refused(run_trainer(tmp_path / "run"), name)
-
-
-@pytest.mark.parametrize("damage", ["shape", "heads", "a list"])
-def test_weights_that_do_not_fit_are_refused(damage, tmp_path):
-    """Weights that do not fit their model_args, and invalid model_args, are refused. No weight is broadcast."""
-    from nanoGPT.model import GPT, GPTConfig
-
-    shape = GPTConfig(1, 2, 16, 8, False, 75)
-    content: Any = {"model": dict(GPT(shape).state_dict()), "model_args": dict(shape.__dict__)}
-    if damage == "shape":
-        content["model"]["transformer.h.0.ln_1.weight"] = torch.ones(1)
-    elif damage == "heads":
-        content["model_args"]["n_head"] = 3
-    else:
-        content = [content]
-    torch.save(content, tmp_path / "ckpt.pt")
-    assert_refused(run_trainer(tmp_path / "run", f"--init_from={tmp_path}"), str(tmp_path))
 
 
 def test_an_indivisible_accumulation_lists_what_works():
@@ -159,15 +130,6 @@ def copy_dataset(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_invalid_tokenizer_is_refused(tmp_path):
-    """A meta.json with an unknown or incomplete tokenizer is refused at the start, before the tokenizer is needed."""
-    folder = copy_dataset(tmp_path)
-    meta = json.loads((folder / "meta.json").read_text())
-    meta["tokenizer"] |= {"name": "bert"}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    assert_refused(run_trainer(tmp_path / "run", f"--dataset={folder}"), "meta.json does not describe a dataset")
-
-
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "missing"])
 def test_a_damaged_dataset_is_named(damage, tmp_path):
     """If a .bin is truncated, changed or missing, or meta.json is broken, the error names the file."""
@@ -207,19 +169,13 @@ def test_a_dataset_that_is_not_prepared_names_the_command():
         TokenData("openwebtext", 8, 1, 1)
 
 
-def test_a_new_run_does_not_touch_an_old_one(tmp_path):
-    """A run from scratch is refused if out_dir contains checkpoints, and the checkpoints stay."""
-    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1))
-    assert_refused(run_trainer(tmp_path), "contains checkpoints up to step-00000001", "--init_from=resume")
-    assert (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
-
-
 def test_resume_with_another_shape_or_tokenizer_is_refused(tmp_path):
     """Resuming with another depth, context or tokenizer is refused. The error names the flag and the saved value."""
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
     resume = ("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
     assert_refused(run_program(*resume, "--n_layer=3"), "--n_layer=3", "n_layer=2")
     assert_refused(run_program(*resume, "--block_size=8"), "--block_size=8", "block_size=16")
+    assert_refused(run_program(*resume, "--optimizer=muon"), "--optimizer=muon", "trained with optimizer=adamw")
     assert_refused(run_program(*resume, "--dataset=shakespeare"), "different tokenizer", "--dataset=shakespeare_char")
     assert_refused(run_program(*resume[:-1], "--max_iters=1", "--n_head=4"), "--n_head=4")
     assert run_program(*resume).code == 0
@@ -252,16 +208,6 @@ def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
     with pytest.raises(ConfigError, match="posix.system, which could run code"):
         SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("content", ["nothing", "text"])
-def test_a_directory_without_a_model_is_refused(content, tmp_path):
-    """--init_from=DIRECTORY is refused if the directory contains no model, or a broken or unsupported one."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    if content == "text":
-        (folder / "ckpt.pt").write_text("not a checkpoint")
-    assert_refused(run_trainer(tmp_path / "run", f"--init_from={folder}"))
 
 
 def test_a_boolean_flag_needs_no_value():

@@ -118,18 +118,6 @@ def test_tokenizers_of_hugging_face_directories_are_recognized(tmp_path):
     assert read_hf_tokenizer(tmp_path) is None
 
 
-def test_programs_refuse_another_tokenizer(sources):
-    """An evaluation, with train.py or evaluate.py, refuses data with another tokenizer; its own data give a loss."""
-    run, zoo = sources / "run", f"--dataset={sources / 'zoo'}"
-    for words in (
-        ["nanoGPT/train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={run}"],
-        ["phase3_fsdp/evaluate.py", f"--out_dir={run}"],
-    ):
-        assert_refused(run_program(*words, "--device=cpu", zoo), "different tokenizer", "75 characters")
-    outcome = run_program("phase3_fsdp/evaluate.py", "--device=cpu", f"--out_dir={run}")
-    assert outcome.code == 0 and "step-00000006: validation loss" in outcome.output, outcome
-
-
 def test_sampling_uses_the_tokenizer_of_the_source(sources, capsys):
     """A run, one of its checkpoints and its exports print the same sample."""
     texts = set()
@@ -217,16 +205,13 @@ def test_export_keeps_added_rows(tmp_path, capsys):
 
 
 def test_export_refuses_another_architecture(tmp_path):
-    """Parameters that GPT-2 does not have, or lacks, are never written as a GPT-2."""
+    """Parameters that GPT-2 does not have are never written as a GPT-2."""
     shape = GPTConfig(1, 1, 4, 8, False, 16)
     weights = dict(GPT(shape).named_parameters())
     norm = torch.ones(4)
     for change in ({"transformer.h.0.attn.q_norm.weight": norm}, {"lm_head.weight": torch.ones(16, 4)}):
         with pytest.raises(ConfigError, match="this model is not the gpt2 of transformers: .* is only in it"):
             write_hf(tmp_path, shape, {**weights, **change}, 16)
-    del weights["transformer.wpe.weight"]
-    with pytest.raises(ConfigError, match="transformer.wpe.weight is only in gpt2"):
-        write_hf(tmp_path, shape, weights, 16)
     assert not list(tmp_path.glob("*.safetensors"))
 
 

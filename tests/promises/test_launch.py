@@ -170,14 +170,6 @@ def test_a_second_run_in_a_directory_is_refused_and_sigquit_writes_stacks(tmp_pa
     assert first.returncode == 0 and "resume with --init_from=resume" in output, output
 
 
-def test_a_loss_that_is_not_finite_returns_3(tmp_path):
-    """If a loss is not finite, the launcher prints one sentence and returns exit code 3."""
-    process = launch(tmp_path, 2, learning_rate=1e30, grad_clip=0)
-    output, _ = process.communicate()
-    assert process.returncode == 3, output
-    assert "not finite" in output.splitlines()[-1] and output.count("error:") == 1
-
-
 def start_torchrun(phase: str, out: Path, *options: str, **fields) -> Program:
     """Run `cd phase && torchrun --standalone --nproc_per_node=2 train.py`. After a few steps, the ranks are slow."""
     words = [
@@ -373,11 +365,9 @@ main(train, TrainConfig, {trainer!r})
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        ("ConfigError('why')", 2),
         ("NonFiniteLoss('why')", 3),
         ("SaveError('why')", 1),
         ("KeyboardInterrupt", 130),
-        ("MemoryError('why')", 1),
         ("PeerFailed('why')", 1),
         ("ValueError('why')", 1),
     ],

@@ -1,11 +1,8 @@
 """Llama has one loss curve in every phase, its files work with `transformers`, and a custom model is one module."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,12 @@ from nanoGPT.llama import LlamaConfig
 from nanoGPT.model import KVCache, make_shape
 from nanoGPT.train_config import TrainConfig, validate
 from phase2_triton.apply import apply_kernels
-from tests.helpers.programs import DEADLINE
+from tests.helpers.programs import make_flags, run_in_new_interpreter
 from tests.helpers.training import ROOT, TINY, gap, tiny, train, train_all
 from workshop.ranks import losses
 
 LLAMA: dict[str, Any] = {"model": "llama", "n_head": 4, "n_kv_head": 2, "max_iters": 6, "eval_interval": 3}
+LLAMA |= {"gradient_accumulation_steps": 4, "eval_iters": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {},
     "no dropout": {"dropout": 0.0},
@@ -110,13 +108,11 @@ def test_a_cache_gives_the_same_logits():
 @pytest.mark.parametrize("shape", [(2, 1, 4), (3, 2, 8), (1, 4, 2)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_counts_are_those_of_the_model(shape, tied):
-    """The number of parameters is that of the model; FLOPs count the parameters of matrix products."""
+    """The number of parameters is that of the model."""
     layers, kv_heads, heads = shape
     model = make_llama(n_layer=layers, n_kv_head=kv_heads, n_head=heads, tie_embeddings=tied)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     assert model.config.count_params() == sum(sizes.values())
-    products = sum(size for name, size in sizes.items() if tied or "embed_tokens" not in name)
-    assert model.config.flops_per_token() == 6 * products + 12 * layers * 32 * 16
 
 
 @pytest.mark.heavy
@@ -171,17 +167,8 @@ def test_the_model_of_a_source_is_found_and_compared(tmp_path):
         assert parse(TrainConfig, source, trainer).model == "llama"
     resumed = parse(TrainConfig, ["--init_from=resume", f"--out_dir={tmp_path}"], trainer)
     assert resumed.n_kv_head == 2
-    with pytest.raises(ConfigError, match="--n_kv_head=4, but .* has n_kv_head=2"):
-        parse(TrainConfig, [f"--init_from={tmp_path}", "--n_kv_head=4"], trainer)
     with pytest.raises(ConfigError, match="--model=gpt2, but .* has model=llama"):
         parse(TrainConfig, [f"--init_from={tmp_path}", "--model=gpt2"], trainer)
-
-
-def run_with_path(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `python words...` in a new interpreter, which also imports from a directory."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, timeout=DEADLINE, **options)
 
 
 def test_the_model_of_the_guide_works(tmp_path, monkeypatch):
@@ -190,19 +177,20 @@ def test_the_model_of_the_guide_works(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
     (tmp_path / "my_llama.py").write_text(code)
     one, two = tmp_path / "one", tmp_path / "two"
-    flags = [f"--{name}={value}" for name, value in {**TINY, **LLAMA, "model": "my_llama"}.items()]
+    environment = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    flags = make_flags(**{**TINY, **LLAMA, "model": "my_llama"})
     for words in (
         ["nanoGPT/train.py", *flags, f"--out_dir={one}"],
         ["-m", "operate.launch", "--gpus=2", "phase3_fsdp/train.py", *flags, f"--out_dir={two}"],
         ["-m", "nanoGPT.sample", f"--out_dir={two}", "--max_new_tokens=3"],
     ):
-        outcome = run_with_path(tmp_path, *words)
-        assert outcome.returncode == 0, outcome.stdout
+        outcome = run_in_new_interpreter(*words, **environment)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert gap(losses(one), losses(two)) <= 1e-6
     words = ["-m", "nanoGPT.export", f"--out_dir={two}", f"--to={tmp_path / 'hf'}"]
-    exported = run_with_path(tmp_path, *words)
+    exported = run_in_new_interpreter(*words, **environment)
     assert exported.returncode == 2
-    assert "--model=my_llama has no format of Hugging Face: export it with --format=ckpt" in exported.stdout
+    assert "--model=my_llama has no format of Hugging Face: export it with --format=ckpt" in exported.stderr
     monkeypatch.syspath_prepend(tmp_path)
     shape = read_weights(str(two)).shape
     params = sum(p.numel() for p in shape.create_model().parameters())

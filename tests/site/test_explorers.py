@@ -1,18 +1,14 @@
 """The interactive pages in a real browser: what they show equals the recordings and the Python functions."""
 
-import itertools
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phase2_triton.kernels.attention import reference
 from tests.helpers.pages import choose, find_faults, read_rows, read_steps
-from workshop.site.recordings import flash_attention, ring
-from workshop.site.recordings.__main__ import FOLDER, RECORDERS
+from workshop.site.explorers import RECORDINGS
 
 pytestmark = pytest.mark.heavy
 
@@ -28,12 +24,15 @@ DAMAGES = {
 
 
 def open_explorer(page, site: Path, name: str) -> dict[str, Any]:
-    """Open an interactive page, answer its question, and return the recorded samples."""
+    """Open an interactive page, answer its question if it has one, and return the recorded samples."""
     page.goto((site / "workshop" / "site" / "pages" / f"{name}.html").as_uri())
     controls = page.locator(".explorer select, .explorer input")
-    assert controls.count() == 0, "the run must not be visible before the prediction"
-    page.locator(".explorer fieldset button").first.click()
-    return json.loads((FOLDER / f"{name}.json").read_text())["samples"]
+    if name == "will_it_fit":
+        assert controls.count() >= 7, "the planner opens at once"
+    else:
+        assert controls.count() == 0, "the run must not be visible before the prediction"
+        page.locator(".explorer fieldset button").first.click()
+    return json.loads((RECORDINGS / f"{name}.json").read_text())["samples"]
 
 
 def test_the_ring_page_shows_the_recorded_runs(site, page):
@@ -42,7 +41,7 @@ def test_the_ring_page_shows_the_recorded_runs(site, page):
     assert "24,576 bytes" in page.locator(".verdict").inner_text()
     choices = [{".collective": run["collective"], ".number-of-ranks": run["ranks"]} for run in samples["runs"]]
     for run, choice in zip(samples["runs"], choices, strict=True):
-        if run["collective"] in ring.TREE_COLLECTIVES:
+        if run["collective"] in ("all-reduce", "broadcast"):  # the others are only on a ring
             choice[".algorithm"] = run["algorithm"]
     selectors = ["td:not(.costs td)", ".volume"]
     for run, steps in zip(samples["runs"], read_steps(page, selectors, *choices), strict=True):
@@ -54,12 +53,18 @@ def test_the_ring_page_shows_the_recorded_runs(site, page):
             assert shown[".volume"][0].startswith(f"Rank 0 has sent {sent:,} bytes.")
 
 
+def predict_seconds(run: dict[str, Any], tensor_bytes: float, latency: float, bandwidth: float) -> float:
+    """Return the time of a recorded collective in the latency-bandwidth model, for a tensor of another size."""
+    largest = [max(send.get("bytes", 0) for send in sends) for sends in run["steps"]]
+    return sum(latency + size / run["tensor_bytes"] * tensor_bytes / bandwidth for size in largest)
+
+
 def test_the_ring_page_predicts_times(site, page):
-    """Times are those of the Python function, and another latency changes the size at which a ring is faster."""
+    """Times are those of the model, and another latency changes the size at which a ring is faster."""
     samples = open_explorer(page, site, "ring")
     cases = [(run, 10.0**power, 2e-6, 5e9) for run in samples["runs"] for power in (0, 5, 9)]
     found = page.evaluate("(cases) => cases.map((each) => predictSeconds(...each))", cases)
-    assert found == pytest.approx([ring.predict_seconds(*case) for case in cases])
+    assert found == pytest.approx([predict_seconds(*case) for case in cases])
     before = page.locator(".crossover").inner_text()
     page.fill(".latency", "20")
     assert page.locator(".crossover").inner_text() != before
@@ -117,23 +122,6 @@ def test_the_planner_in_the_browser_equals_the_planner(site, page):
     assert row[1] == "yes" and row[3:5] == sizes
 
 
-def test_the_kill_page_shows_the_recorded_files(site, page):
-    """Every moment of every kill shows the recorded directories and the step that opens."""
-    samples = open_explorer(page, site, "kill_save")
-    assert "the recorded value is step 2" in page.locator(".verdict").inner_text()
-    cases = list(itertools.product(samples["modes"], range(samples["ranks"])))
-    choices = [{".save": mode, ".killed-rank": rank} for mode, rank in cases]
-    shown_by_case = read_steps(page, [".sentence", ".opens", ".files td"], *choices)
-    for (mode, rank), steps in zip(cases, shown_by_case, strict=True):
-        kills = [kill for kill in samples["kills"] if (kill["mode"], kill["rank"]) == (mode, rank)]
-        for kill, shown in zip(kills, steps, strict=True):
-            assert shown[".sentence"] == [f"Rank {rank} is killed {kill['point']}. Step {kill['step']} opens."]
-            assert shown[".opens"] == ["complete: this one opens"]
-            text = " ".join(shown[".files td"])
-            for name, size in kill["files"]:
-                assert size is None or f"{name.rpartition('/')[2]} ({size:,})" in text
-
-
 def test_the_attention_page_shows_the_recorded_tiles(site, page):
     """Each tile shows the recorded scores and running values. The last step shows the output of plain softmax."""
     samples = open_explorer(page, site, "flash_attention")
@@ -144,24 +132,22 @@ def test_the_attention_page_shows_the_recorded_tiles(site, page):
         keys = min(samples["tile"], samples["tokens"] - step["key"])
         scores = [score for row in step["scores"][:queries] for score in row[:keys]]
         assert shown[".scores td.now"] == ["hidden" if score is None else f"{score:.2f}" for score in scores]
-        rows = [shown[".running td"][i : i + 5] for i in range(0, 5 * queries, 5)]
-        for i, row in enumerate(rows):
+        for i, row in enumerate(shown[".running td"][j : j + 5] for j in range(0, 5 * queries, 5)):
             assert row[1:4] == [f"{step[name][i]:.3f}" for name in ("maximum", "correction", "sum")]
-            assert row[4] == ", ".join(f"{value / step['sum'][i]:.3f}" for value in step["output"][i])
-    q, k, v = (x.double() for x in flash_attention.draw_inputs())
-    expected = [", ".join(f"{value:.3f}" for value in row) for row in reference(q, k, v)[0, 0].tolist()]
+    expected = [", ".join(f"{value:.3f}" for value in row) for row in samples["expected"]]
     assert steps[-1][".comparison td"] == [text for row in expected for text in (row, row)]
 
 
-@pytest.mark.parametrize("name", RECORDERS)
+@pytest.mark.parametrize("name", DAMAGES)
 def test_pages_work_for_everyone(name, site, page):
     """On a phone, a tablet and a laptop, a page fits the screen, and axe-core finds no serious accessibility fault.
 
-    A damaged recording leads to one sentence with the command that repairs it.
+    A damaged recording leads to one sentence that names its file.
     """
     source = site / "workshop" / "site" / "pages" / f"{name}.html"
     page.goto(source.as_uri())
-    page.locator(".explorer fieldset button").first.click()
+    if name != "will_it_fit":
+        page.get_by_text("Show me").click()
     assert find_faults(page) == []
     old, new = DAMAGES[name]
     text = source.read_text()
@@ -173,4 +159,4 @@ def test_pages_work_for_everyone(name, site, page):
         error = page.locator(".explorer .error").inner_text()
     finally:
         damaged.unlink()
-    assert "is damaged" in error and re.search(f'".venv/bin/python -m workshop.site.recordings --name={name}"', error)
+    assert "is damaged" in error and f"restore docs/data/{name}.json from git" in error

@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from nanoGPT.errors import ConfigError
+from tests.helpers.marks import mark_slow
 from tests.helpers.training import ROOT
 from workshop.site.__main__ import build_book
 from workshop.site.sources import NOTEBOOKS, list_sources, rewrite_links
@@ -73,6 +74,26 @@ def test_every_page_opens_without_errors_and_without_a_network(site, browser):
     page.close()
     assert problems == [] and requested.issuperset(urls)
     assert [url for url in requested if not url.startswith(LOCAL)] == []
+
+
+# Code and tables of an article that are wider than it. A table of results may scroll.
+FIND_CUT_BLOCKS = """() => {
+  const isCut = (element) => element.scrollWidth > element.clientWidth + 1;
+  return [...document.querySelectorAll("article pre, article table")]
+    .filter((each) => !each.closest(".results") && (isCut(each) || isCut(each.parentElement)))
+    .map((each) => each.innerText.slice(0, 80));
+}"""
+
+
+@pytest.mark.parametrize("folder", ["phase*", *mark_slow("docs", "notebooks", "workshop")])
+def test_pages_fit_the_screen(site, page, folder):
+    """On a laptop no code or table is cut at the right edge, and on a phone no page is wider than the screen."""
+    for path in sorted(site.glob(f"{folder}/**/*.html")):
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.goto(path.as_uri())
+        assert page.evaluate(FIND_CUT_BLOCKS) == [], path.name
+        page.set_viewport_size({"width": 390, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, path.name
 
 
 def test_the_cheat_sheet_shows_its_equations(site, page_without_scripts):

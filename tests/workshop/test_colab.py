@@ -2,13 +2,13 @@
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import run_in_new_interpreter
 from tests.helpers.training import ROOT
 from workshop.notebooks import list_scripts
 
@@ -62,5 +62,5 @@ def test_the_notebooks_import_only_what_pip_installs():
     blocked = list_extra_modules()
     assert {"jupytext", "pytest"} <= set(blocked)
     program = "\n".join([WITHOUT_EXTRAS.format(blocked=set(blocked)), *dict.fromkeys(imports)])
-    done = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False)
+    done = run_in_new_interpreter("-c", program, cwd=Path("/"))
     assert done.returncode == 0, done.stderr

@@ -71,30 +71,3 @@ def test_an_edited_script_differs_from_its_notebook(tmp_path: Path) -> None:
     notebooks.write_notebook(read_script(script), ipynb)
     script.write_text("# %%\nx = 2\n\n# %%\ny = 3\n")
     assert find_differences(script, ipynb) == ["cell 1 differs", "cell 2 differs"]
-
-
-@pytest.mark.heavy
-def test_a_second_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of a notebook write the same bytes, also with identical cells and a figure."""
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    script = tmp_path / "a.py"
-    script.write_text("# %%\nprint(1)\n\n# %%\nprint(1)\n\n# %%\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]);\n")
-    contents = []
-    for _ in range(2):
-        assert notebooks.run_script(script)
-        contents.append(script.with_suffix(".ipynb").read_bytes())
-    assert contents[0] == contents[1]
-    assert b"image/png" in contents[0]
-
-
-def test_a_failing_cell_is_shown_and_keeps_the_old_notebook(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """If a cell raises, `workshop.notebooks` prints the traceback and returns 1. The .ipynb does not change."""
-    (tmp_path / "a.py").write_text("# %%\n1 / 0\n")
-    (tmp_path / "a.ipynb").write_text("old")
-    monkeypatch.setattr(notebooks, "FOLDER", tmp_path)
-    assert notebooks.main(["a"]) == 1
-    assert "ZeroDivisionError" in capsys.readouterr().err
-    assert (tmp_path / "a.ipynb").read_text() == "old"
-    assert notebooks.main(["b"]) == 2

@@ -2,11 +2,8 @@
 
 import tarfile
 
-import pytest
-
-from nanoGPT.errors import ConfigError
 from tests.helpers.wheels import write_wheel
-from workshop.offline_bundle import download_wheels, list_requirements, make_bundle, write_archive
+from workshop.offline_bundle import download_wheels, list_requirements, write_archive
 from workshop.set_up import describe_platform
 
 
@@ -29,5 +26,3 @@ def test_the_archive_has_the_repository_the_wheels_and_the_data(tmp_path, monkey
     assert {f"nanoGPT/data/shakespeare_char/{name}" for name in ("meta.json", "train.bin", "val.bin")} <= names
     assert {f"offline-bundle/wheels/{path.name}" for path in wheels} <= names
     assert all(value in platform for value in describe_platform().values())
-    with pytest.raises(ConfigError, match="is a directory: give the path of a file"):
-        make_bundle(str(tmp_path))

@@ -2,16 +2,13 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.programs import DEADLINE
-from tests.helpers.training import ROOT
+from tests.helpers.programs import run_in_new_interpreter
 from workshop.ranks import RankFailed, run_on_ranks
 
 
@@ -92,7 +89,5 @@ for name in PRELOADED:
     __import__(name)
 print("phases imported:", sum(name.endswith(".train") for name in PRELOADED))
 """
-    completed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE
-    )
+    completed = run_in_new_interpreter("-c", program)
     assert completed.stdout == "phases imported: 4\n", completed.stderr

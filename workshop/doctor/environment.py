@@ -10,35 +10,31 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from importlib.metadata import distributions
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from bench.checks import Check
 from bench.preflight.node import check_gpus, check_settings
-from operate.ranks import RankFailed, collect, start_ranks
+from bench.preflight.ranks import check_collectives
+from nanoGPT.distributed.runtime import create_runtime
+from operate.ranks import RankFailed, run_on_ranks
 
 RANKS, RANK_SECONDS = 2, 60.0
 SHOWN = ("torch", "triton", "numpy", "jupyterlab")
 
 
 def check_all() -> Iterator[Check]:
-    """Yield all checks. The ranks start first, because their server imports torch while the other checks run."""
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        begin = time.monotonic()
-        started = start_ranks(sum_over_ranks, RANKS, folder=folder)
-        yield check_packages()
-        yield (result := check_torch())
-        if torch.cuda.is_available() and result.result != "fail":
-            yield from check_gpus(torch.cuda.device_count())
-        yield check_triton()
-        yield check_ranks(started, begin)
-        yield from check_settings(torch.cuda.is_available(), is_multi_node=False)
+    """Yield all checks."""
+    yield check_packages()
+    yield (result := check_torch())
+    if torch.cuda.is_available() and result.result != "fail":
+        yield from check_gpus(torch.cuda.device_count())
+    yield check_triton()
+    yield check_ranks()
+    yield from check_settings(torch.cuda.is_available(), is_multi_node=False)
 
 
 def check_packages() -> Check:
@@ -88,33 +84,19 @@ def check_triton() -> Check:
     return Check("Triton", "pass", f"kernels run {mode}, with the results of torch")
 
 
-def sum_over_ranks() -> float:
-    """Return the sum of the rank numbers, by an all-reduce. Collective."""
-    total = torch.tensor(float(dist.get_rank()))
-    dist.all_reduce(total)
-    return total.item()
+def check_collectives_on_rank() -> Check:
+    """Check the results of collectives on this rank. Collective."""
+    return check_collectives(create_runtime("cpu", "float32"))
 
 
-def check_ranks(started: list, begin: float) -> Check:
-    """Wait for the ranks, and check the result of their all-reduce.
-
-    Args:
-        started: the processes and connections of `start_ranks`.
-        begin: when they were started, as `time.monotonic()`.
-    """
-    remedy = "a firewall or a VPN may block local connections: allow them on the loopback interface"
+def check_ranks() -> Check:
+    """Start two ranks, which check the results of their collectives."""
     try:
-        sums = collect(started, RANK_SECONDS, show=False)
+        result = run_on_ranks(check_collectives_on_rank, RANKS, timeout=RANK_SECONDS, show=False)[0]
     except RankFailed as failure:
+        remedy = "a firewall or a VPN may block local connections: allow them on the loopback interface"
         return Check("ranks", "fail", str(failure).strip().splitlines()[-1], remedy)
-    finally:
-        for process, _ in started:
-            process.kill()
-            process.join()
-    finding = f"an all-reduce over {RANKS} ranks returned {sums} after {time.monotonic() - begin:.1f} s"
-    if sums != [sum(range(RANKS))] * RANKS:
-        return Check("ranks", "fail", finding, remedy)
-    return Check("ranks", "pass", finding)
+    return dataclasses.replace(result, subject="ranks")
 
 
 if __name__ == "__main__":

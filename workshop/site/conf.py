@@ -11,12 +11,13 @@ root_doc = "index"
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]
-html_css_files = ["explorer.css", "print.css"]
+html_css_files = ["pages.css", "explorer.css", "print.css"]
 html_js_files = ["scroll.js"]
 html_copy_source = False
 html_show_sphinx = False
 # The search would fetch the pages for excerpts, which a browser refuses for files that are opened from the disk.
 html_show_search_summary = False
+highlight_language = "none"  # a block without a language is a picture, or output
 pygments_style = "default"
 pygments_dark_style = "github-dark"
 

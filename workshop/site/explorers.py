@@ -1,7 +1,9 @@
 """Put a recording into an interactive page, as the data for its script.
 
 A page contains the line `<!-- explorer: NAME -->`. The build replaces it with the recording
-`docs/data/NAME.json`, which the script `workshop/site/static/NAME.js` reads.
+`docs/data/NAME.json`, which the script `workshop/site/static/NAME.js` reads. `workshop.site.recordings` writes the
+formulas of the page "Will it fit?". The runs of the other pages were recorded once, by `workshop/site/recordings` of
+commit 412b0bb.
 """
 
 import json
@@ -22,9 +24,7 @@ def render_explorer(name: str) -> str:
     """
     path = RECORDINGS / f"{name}.json"
     if not path.exists():
-        raise ConfigError(
-            f"there is no recording {path}: run .venv/bin/python -m workshop.site.recordings --name={name}"
-        )
+        raise ConfigError(f"there is no recording {path}: restore it from git")
     result = read_result(path)
     data = json.dumps(result, separators=(",", ":")).replace("</", "<\\/")
     return (
@@ -34,9 +34,8 @@ def render_explorer(name: str) -> str:
 
 
 def describe_recording(result: dict[str, Any]) -> str:
-    """Return a sentence with the command, the hardware and, if it is known, the commit of a recording."""
-    commit = f" at commit {result['git_commit'][:10]}" if result["git_commit"] else ""
+    """Return a sentence with the command, the hardware and the commit of a recording."""
     return (
         f"`{result['settings']['command']}` recorded this run on {result['hardware']} with torch "
-        f"{result['versions']['torch']}{commit} on {result['time'][:10]}."
+        f"{result['versions']['torch']} at commit {result['git_commit'][:10]} on {result['time'][:10]}."
     )

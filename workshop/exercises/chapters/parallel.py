@@ -30,8 +30,8 @@ EXERCISES = [
         line="dist.all_reduce(dx",
         mistakes=(
             plant_mistake(
-                "        dist.all_reduce(dx, group=ctx.group)  # each rank has only the part of dx that came through its "
-                "own channels\n",
+                "        dist.all_reduce(dx, group=ctx.group)  # each rank has only the part of dx that came through "
+                "its own channels\n",
                 "",
                 "only the part of dx",
             ),

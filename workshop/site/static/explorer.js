@@ -35,20 +35,25 @@ function makeScroll(label, ...children) {
   return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, ...children);
 }
 
-// Ask a question. After the first answer, print `source` and the answer, and call `reveal`.
+// Ask a question. After the first answer, print `source` and the answer, and call `reveal`. `Show me` skips the question.
 function askFirst(root, question, choices, answer, format, reveal, source = "the recorded value is") {
   const verdict = make("p", { class: "verdict", role: "status" });
+  const revealOnce = () => {
+    skip.remove();
+    if (!root.classList.contains("is-revealed")) {
+      root.classList.add("is-revealed");
+      reveal();
+    }
+  };
   const buttons = choices.map((choice) =>
     make("button", { type: "button", "data-choice": choice, "aria-pressed": "false", onclick: (event) => {
       const isRight = choice === answer;
       for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
       verdict.textContent = `${isRight ? "Correct" : "Not quite"}: ${source} ${format(answer)}.`;
-      if (!root.classList.contains("is-revealed")) {
-        root.classList.add("is-revealed");
-        reveal();
-      }
+      revealOnce();
     } }, format(choice)));
-  root.append(make("fieldset", {}, make("legend", {}, `Predict first: ${question}`), ...buttons), verdict);
+  const skip = make("button", { type: "button", class: "skip", onclick: revealOnce }, "Show me");
+  root.append(make("fieldset", {}, make("legend", {}, `Predict first: ${question}`), ...buttons, skip), verdict);
 }
 
 // Add controls that move through positions 0 to count - 1: buttons, a slider, arrow keys, and a swipe on the slider.
@@ -87,7 +92,7 @@ function startExplorer(root) {
     Explorers[name](live, recording.samples);
   } catch (error) {
     live.replaceChildren(make("p", { class: "error", role: "alert" },
-      `The recording of this page is damaged (${error.message}): run ".venv/bin/python -m workshop.site.recordings --name=${name}" and "make book".`));
+      `The recording of this page is damaged (${error.message}): restore docs/data/${name}.json from git, and run "make book".`));
   }
 }
 

@@ -108,7 +108,7 @@ function makePlanner(samples) {
     return good;
   }
 
-  // Return the planner's numbers for one row: see `plan_case` in workshop/site/recordings/will_it_fit.py.
+  // Return the planner's numbers for one row.
   function plan(options) {
     const row = rows[options.row], { state, traffic } = fullBytes(row, options);
     return { state_bytes: state, sent_bytes: sentBytes(row, traffic, options), peak: peakMemory(row, options),

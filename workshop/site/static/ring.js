@@ -24,7 +24,7 @@ function largestMessages(run) {
   return run.steps.map((sends) => Math.max(...sends.map(({ bytes = 0 }) => bytes)) / run.tensor_bytes);
 }
 
-// Return the seconds of a run in the latency-bandwidth model, as predict_seconds in workshop/site/recordings/ring.py does.
+// Return the seconds of a run in the latency-bandwidth model (Hockney 1994).
 function predictSeconds(run, tensorBytes, latency, bandwidth) {
   return largestMessages(run).reduce((sum, part) => sum + latency + (part * tensorBytes) / bandwidth, 0);
 }

@@ -1,5 +1,7 @@
-// On every page: let the keyboard scroll tables and code that are wider than the screen.
+// On every page: let the keyboard scroll tables and code that are wider than the screen. Tables of results may be wider.
 "use strict";
+
+if (/(results|measuring)\.html$/.test(location.pathname)) document.querySelector("article")?.classList.add("results");
 
 function focusScrollers() {
   for (const element of document.querySelectorAll(".table-wrapper, .math.scroll, .highlight pre, .cell_output")) {

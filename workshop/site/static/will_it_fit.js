@@ -10,12 +10,9 @@ Explorers.will_it_fit = function (root, samples) {
     !planner.findProblem({ ...options, row }) && planner.plan({ ...options, row }).fits);
   const asked = { model: "gpt2-xl", block_size: 1024, batch_size: 4, micro_batches: 1,
     dtype: "bfloat16", gpu: "a100-40", gpus: 8 };
-  const names = ["baseline", "phase1", "phase3", "phase3 checkpointing=full"];
-  const choices = rows.flatMap((row, i) => (names.includes(row.name) || i === firstFitting(asked) ? [i] : []));
-  askFirst(root, "8 A100 GPUs with 40 GB train GPT-2 XL, with 4 sequences of 1,024 tokens on each. Which is the first " +
-    "row of the plan that fits?", choices, firstFitting(asked), (row) => rows[row].name, reveal, "the planner's answer is");
+  showPlan();
 
-  function reveal() {
+  function showPlan() {
     const groups = {
       "Model and batch": { model: ["model", Object.keys(models)], block_size: ["tokens per sequence", sizes.block_size],
         batch_size: ["sequences per micro-batch", sizes.batch_size], micro_batches: ["micro-batches per step", sizes.micro_batches] },
