@@ -55,7 +55,7 @@ class LayerCache(KVCache):
     def extend(self, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """Store (B, nh, T, hs) keys and values of the rows of this forward pass, and return all that they may read."""
         step, T = self.step, k.size(2)
-        self._grow(k, v, step.longest + T)
+        self._grow(k, v, step.longest + T if step.row is not None else step.window)
         assert self.keys is not None and self.values is not None
         if step.row is not None:  # a new prompt: it reads only itself
             self.keys[step.row, :, :T], self.values[step.row, :, :T] = k[0], v[0]
@@ -63,7 +63,7 @@ class LayerCache(KVCache):
         rows = torch.arange(k.size(0), device=k.device)
         self.keys[rows, :, step.positions[:, 0]] = k[:, :, 0]
         self.values[rows, :, step.positions[:, 0]] = v[:, :, 0]
-        return self.keys[:, :, : step.longest + 1], self.values[:, :, : step.longest + 1]
+        return self.keys[:, :, : step.window], self.values[:, :, : step.window]
 
     def _grow(self, k: Tensor, v: Tensor, length: int) -> None:
         """Make room for `length` tokens per slot. The capacity doubles, so a token is copied once on average."""
@@ -85,7 +85,9 @@ class SlotCache:
         lengths: tokens in each slot.
         longest: number of tokens before this forward pass, of the longest sequence in it.
         positions: (B, 1), the position of the next token of each sequence.
-        mask: (B, 1, 1, longest + 1), which tokens each sequence may read; None for a new prompt.
+        window: number of tokens that a forward pass of one token reads, a multiple of CACHE_STEP or the limit. With a
+            window of another size for every token, cuDNN would build a plan for every token.
+        mask: (B, 1, 1, window), which tokens each sequence may read; None for a new prompt.
         row: the slot of a new prompt; None if all slots generate.
 
     Args:
@@ -98,7 +100,7 @@ class SlotCache:
     def __init__(self, layers: int, slots: int, limit: int, device: torch.device) -> None:
         self.slots, self.limit, self.device = slots, limit, device
         self.lengths = [0] * slots
-        self.longest, self.row = 0, None  # type: int, int | None
+        self.longest, self.window, self.row = 0, 0, None  # type: int, int, int | None
         self.positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.mask: Tensor | None = None
         self.layers = [LayerCache(self) for _ in range(layers)]
@@ -113,7 +115,8 @@ class SlotCache:
         """Prepare a forward pass of one token per slot, (slots, 1). Empty slots compute, and nothing reads them."""
         self.row, self.longest = None, max(self.lengths)
         self.positions = torch.tensor(self.lengths, device=self.device)[:, None]
-        self.mask = (torch.arange(self.longest + 1, device=self.device) <= self.positions)[:, None, None]
+        self.window = max(self.longest + 1, min(self.limit, -(-(self.longest + 1) // CACHE_STEP) * CACHE_STEP))
+        self.mask = (torch.arange(self.window, device=self.device) <= self.positions)[:, None, None]
         return self.layers
 
     def free_slot(self, slot: int) -> None:

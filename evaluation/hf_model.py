@@ -37,7 +37,7 @@ class HfLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.longest + query_length, 0
+        return self.slots.window if self.slots.row is None else self.slots.longest + query_length, 0
 
 
 class HfModel:
@@ -62,39 +62,41 @@ class HfModel:
         """Return the fp32 logits of the next token, (B, vocab_size). See `LanguageModel`."""
         if cache is None:
             return self._run(ids, torch.zeros(1, 1, dtype=torch.int64, device=self.device), None)[:, -1].float()
-        layers = cache.begin_token() if slot is None else cache.begin_prompt(slot)
-        adapter = Cache(layers=[HfLayer(cache, layer) for layer in layers])
-        return self._run(ids, cache.positions, adapter)[:, -1].float()
+        if slot is None:
+            cache.begin_token()
+        else:
+            cache.begin_prompt(slot)
+        return self._run(ids, cache.positions, cache)[:, -1].float()
 
-    def _run(self, ids: Tensor, first: Tensor, cache: Any) -> Tensor:
+    def _run(self, ids: Tensor, first: Tensor, slots: SlotCache | None) -> Tensor:
         """Return the logits of the last token, (B, 1, vocab_size).
 
         Args:
             ids: (B, T) new tokens.
             first: (B, 1), their first positions.
-            cache: of transformers; None: the tokens read only each other.
+            slots: the cache of the sequences; None: the tokens read only each other.
         """
+        past = Cache(layers=[HfLayer(slots, layer) for layer in slots.layers]) if slots is not None else None
         positions = first + torch.arange(ids.size(1), device=self.device)  # (B, T)
         out = self.model(
             input_ids=ids,
-            attention_mask=self._create_masks(positions, ids.size(1) > 1 or cache is None),
+            attention_mask=self._create_masks(positions, slots),
             position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
+            past_key_values=past,
+            use_cache=past is not None,
             logits_to_keep=1,
         )
         logits: Tensor = out.logits[..., : self.vocab_size]
         return logits
 
-    def _create_masks(self, positions: Tensor, reads_only_itself: bool) -> Tensor | dict[str, Tensor]:
+    def _create_masks(self, positions: Tensor, slots: SlotCache | None) -> Tensor | dict[str, Tensor]:
         """Return what is added to attention scores: 0 where a token may read, and the lowest number elsewhere.
 
         A model whose layers differ gets one mask for each kind of layer.
         """
-        longest = positions.size(1) if reads_only_itself else int(positions.max()) + 1
-        keys = torch.arange(longest, device=self.device)
-        queries = keys[None] if reads_only_itself else positions  # (B, T)
-        queries = queries[:, None, :, None]  # (B, 1, T, 1)
+        n_keys = slots.window if slots is not None and slots.row is None else positions.size(1)
+        keys = torch.arange(n_keys, device=self.device)
+        queries = positions[:, None, :, None]  # (B, 1, T, 1)
         lowest, window = torch.finfo(self.dtype).min, getattr(self.config, "sliding_window", None)
         full = torch.zeros((), dtype=self.dtype, device=self.device).masked_fill(keys > queries, lowest)
         kinds = set(getattr(self.config, "layer_types", None) or [])

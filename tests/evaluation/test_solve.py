@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evaluation import costs, gpt, units
-from evaluation.generation import Generator, Sampling, Task
+from evaluation.generation import Generator, Sampling, SlotCache, Task
 from evaluation.progress import Progress, lock_directory
 from measure.ledger import CollectiveCounter
 from measure.tracker import MemoryTracker
@@ -68,6 +68,25 @@ def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
     for ranks, ways in ((1, cells[:1]), (2, cells[1:3])):
         sampled += run_on_ranks(generate_each_way, ranks, ways, Sampling(0.8, seed=3), show=False)[0]
     assert all(ids == sampled[0] for ids in sampled) and sampled[0] != reference
+
+
+def test_a_long_answer_reads_few_sizes_of_window(monkeypatch):
+    """Greedy tokens are those of `generate` past the first window, and 140 tokens are read in windows of 3 sizes."""
+    monkeypatch.setattr(f"{__name__}.SHAPE", replace(SHAPE, block_size=160))
+    model, tasks, windows = create_gpt().eval(), [Task(0, 0, [1, 2, 3], 140), Task(1, 0, [5] * 40, 70)], set()
+    slots = gpt.GptModel(model, 60, torch.device("cpu"))
+    begin = SlotCache.begin_token
+    monkeypatch.setattr(SlotCache, "begin_token", lambda cache: (begin(cache), windows.add(cache.window))[0])
+    run = create_runtime("cpu", "float32")
+    found = {
+        result.problem: result.ids
+        for each in Generator(slots, run, 2, 160, Sampling(), False).run(tasks)
+        for result in each
+    }
+    for task in tasks:
+        columns = generate(model, torch.tensor([task.ids]), task.max_new, 0.0, None, 60)
+        assert found[task.problem] == [int(column) for column in columns]
+    assert windows == {64, 128, 160}
 
 
 def measure_costs(slots: int, min_params: list[int]) -> list[tuple[float, dict[str, float], costs.SpreadCosts, int]]:
