@@ -51,6 +51,11 @@ PREPARABLE = $(subst $() ,$(COMMA) ,$(sort $(notdir $(patsubst %/prepare.py,%,$(
 .PHONY: exercises test-fast check-ptx lint book
 
 help:  ## list the targets
+	@echo "begin here:"
+	@echo "  make phase3 GPUS=4    train a GPT with FSDP on four ranks, and print a sample"
+	@echo "  make notebooks        read and run the course"
+	@echo "  make exercise         list the exercises"
+	@echo
 	@echo "make TARGET [GPUS=4] [DEVICE=cpu] [CONFIG=config/name.py] [DATASET=name] [ARGS='--key=value ...']"
 	@echo "multiple nodes: run the same command on each node, with NNODES=2 NODE_RANK=0 MASTER_ADDR=host"
 	@awk -F ':.*## ' '/^##@/ {print "\n" substr($$0, 5)} /^[a-z0-9-]+:.*##/ {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

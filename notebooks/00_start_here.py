@@ -17,7 +17,7 @@
 # ```
 #
 # **In VS Code:** run `make notebooks` once, stop it with Ctrl+C, open the directory of the repository and a notebook,
-# and select the Python of `.venv` as the kernel.
+# and select the Python of `.venv` as the Jupyter kernel.
 #
 # **Without a laptop: Google Colab.** Put the repository on GitHub, replace OWNER and NAME by your own, and open
 # `https://colab.research.google.com/github/OWNER/NAME/blob/main/notebooks/00_start_here.ipynb`. Run this in a first
@@ -63,7 +63,8 @@ from workshop.ranks import RankFailed, run_on_ranks
 #
 # A *rank* is a process that trains a model together with other processes. On a server, each rank has a GPU. On your
 # laptop, ranks are ordinary processes on the CPU, and they communicate through a library called gloo. The last check
-# starts four ranks. Each gives its number, and a collective, the *all-reduce*, adds them: 0 + 1 + 2 + 3 = 6.
+# starts four ranks. Each gives its number, and an *all-reduce*, an operation that all ranks call together, adds
+# them: 0 + 1 + 2 + 3 = 6.
 
 # %%
 def add_rank_numbers() -> float:
@@ -106,9 +107,9 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 #
 # | directory | the idea | the question that it answers |
 # |---|---|---|
-# | `nanoGPT/` | the baseline: one process, or DDP | How do several processes train one model? |
+# | `nanoGPT/` | the baseline: one process, or DDP (every rank trains the full model on its own part of the data) | How do several processes train one model? |
 # | `phase1_zero1/` | ZeRO-1: shard the optimizer state | Why does every rank store the same moments? |
-# | `phase2_triton/` | kernels written in Triton | Why is a GPU slow although it computes fast? |
+# | `phase2_triton/` | kernels written in Triton | Why does a fast GPU wait for memory most of the time? |
 # | `phase3_fsdp/` | FSDP: shard everything | How do we train a model that fits on no GPU? |
 #
 # The other directories help you: `notebooks/` explains, `workshop/` checks your answers, `bench/` measures and plans,
@@ -118,7 +119,7 @@ assert checks["the data is prepared"][0] and checks["4 ranks communicate"][0]
 # parameters (p), gradients (g) and optimizer state (o). There are four ranks, and each tensor is drawn as four parts.
 #
 # **Predict first:** before you look at the picture, sketch the rows for DDP, ZeRO-1 and FSDP when the
-# optimizer runs. (DDP is data parallelism: every rank trains the full model on its own part of the data.)
+# optimizer runs.
 
 # %%
 FULL, SHARD = ["0123"] * 4, ["0...", ".1..", "..2.", "...3"]
@@ -145,7 +146,7 @@ draw_who_holds_what(
 # | [2. Collectives](02_collectives.ipynb) | 50 | 1 | What do ranks send, how much, and how long does it take? |
 # | [3. ZeRO-1](03_zero1.ipynb) | 65 | 1 | Can we shard the optimizer state for free? |
 # | [4. Triton](04_triton.ipynb) | 90 | 1 | How fast can a kernel be, and how do we check one? |
-# | [5. Inside a GPU](05_triton_attention.ipynb) | 60 | 4 | How do matrix products and attention read so little? |
+# | [5. Inside a GPU](05_triton_attention.ipynb) | 60 | 4 | How do matrix products and attention read less memory? |
 # | [6. FSDP](06_fsdp.ipynb) | 65 | 3 | What does it cost to shard the parameters as well? |
 # | [7. Checkpoints and faults](07_checkpoints_and_faults.ipynb) | 45 | 6 | What remains after a kill? |
 # | [8. Generating text](08_generating_text.ipynb) | 20 | 6 | Is FSDP a good way to generate text? |
@@ -159,14 +160,15 @@ draw_who_holds_what(
 #
 # ## d. Predict, then measure
 #
-# Every chapter asks you to **predict first**. Write your number down before you look at the output. A wrong prediction
-# shows you which part of your mental model to fix, so it teaches more than a right one.
+# Every chapter asks you to **predict first**. Write your number down before you look at the output. (*Edit > Clear
+# Outputs of All Cells* in JupyterLab hides the outputs. Then run one cell at a time.) A wrong prediction shows you
+# which part of your mental model to fix, so it teaches more than a right one.
 #
 # Here is a first one. Each of N = 4 ranks has a tensor with one million numbers in fp32 (32-bit floating point, 4
 # bytes each): n = 4 MB. An all-reduce replaces all four by their sum. In the *ring algorithm*, the ranks form a ring,
-# each tensor has four parts, and in each round a rank sends one part (n/N = 1 MB) to the next rank. After 3 rounds,
-# each rank has one part of the sum. After 3 more rounds, which copy the finished parts around the ring, each rank has
-# all of it.
+# each tensor has four parts, and in each step a rank sends one part (n/N = 1 MB) to the next rank. After 3 steps, each
+# rank has one part of the sum. In 3 more steps, the finished parts are copied around the ring, and each rank has all of
+# it.
 #
 # **Predict first:** how many MB does each rank send: 4, 6, 8 or 12?
 
@@ -268,7 +270,6 @@ assert not verdict.is_right
 # | exercise | task | minutes |
 # |---|---|---:|
 # | `memory.3` | predict the volume of a collective | 5 |
-# | `baseline.1` | write the learning rate schedule | 5 |
 #
 # ## To take home
 #

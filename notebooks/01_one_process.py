@@ -8,8 +8,7 @@
 # processes nor on whether the run was killed and resumed.** The later notebooks build on it. They shard the training
 # state, and they can only detect an error if a correct run always produces the same curve.
 #
-# Most results are preceded by a question, marked *Predict first*. Write down a number, or sketch the table, before you
-# look at the output below. You learn most from the predictions that turn out wrong. No GPU is needed.
+# As in notebook 0, write down your prediction at each *Predict first*, before you look at the output. No GPU is needed.
 
 # %%
 import dataclasses
@@ -56,8 +55,8 @@ config = TrainConfig(
 # token. Position i of `y` is therefore the target for position i of `x`, and one window gives T predictions to learn
 # from.
 #
-# **Predict first:** what are the shapes of `x` and `y`? Cover the line `y:` in the output. Which of its
-# characters can you not read from the line `x:`?
+# **Predict first:** what are the shapes of `x` and `y`? If you knew only the line `x:` of the output, which character
+# of the line `y:` could you not write down?
 
 # %%
 data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
@@ -88,9 +87,9 @@ for position in range(5):
 # generator*: a generator without hidden state, which computes its numbers from the key only. It returns the first
 # position of each window. No state is kept between two calls.
 #
-# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read: `"train"` or `"val"`,
-# for validation. `TRAIN` is the purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to the key, so that evaluations draw other
-# windows.
+# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read: `"train"` or
+# `"val"`, for validation. `TRAIN` is the purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to
+# the key, so that evaluations draw other windows.
 #
 # **Predict first:** which of these four lines print `True`?
 
@@ -115,8 +114,8 @@ print("other step:                    ", batches_are_equal((x, y), data.batch("t
 #
 # You will count the parameters of a GPT, and predict its loss before the first training step.
 #
-# A block has four weight matrices. With C channels they have 3C² elements (queries, keys and values), C² (the output
-# projection of attention), 4C² and 4C² (the two layers of the MLP). That is 12C² in total.
+# A block has four weight matrices. With C channels (`n_embd`) they have 3C² elements (queries, keys and values), C²
+# (the output projection of attention), 4C² and 4C² (the two layers of the MLP). That is 12C² in total.
 #
 # **Predict first:** how many parameters does a model have with 2 blocks, C = 64, V = 75 characters and T = 32
 # positions? The output layer shares its matrix with the token embedding (weight tying), so count this matrix once.
@@ -216,7 +215,7 @@ for step in range(5):
 # The loss falls, but each step uses the same 16 sequences, so the model only memorizes them. The trainer reads new
 # micro-batches in each step. Every `eval_interval` steps it also measures the loss on text that it never trains on.
 #
-# Now open `nanoGPT/train.py`. It has 177 lines, but the idea of training is in about 20 of them:
+# Now open `nanoGPT/train.py`. It has fewer than 200 lines, but the idea of training is in about 20 of them:
 #
 # | where | what it does | read it |
 # |---|---|---|
@@ -242,7 +241,7 @@ for step in range(5):
 #
 # - `WORLD_SIZE` is the number of ranks N, and `RANK` is the number of this rank, from 0 to N - 1.
 # - `LOCAL_RANK` is the number of the rank on its machine. It selects the GPU of the rank.
-# - `MASTER_ADDR` and `MASTER_PORT` say where the ranks meet.
+# - `MASTER_ADDR` and `MASTER_PORT` are the address and the port through which the ranks find each other.
 #
 # `dist.init_process_group` reads these variables and connects the ranks to a *process group*. The backend, `gloo` for
 # CPUs or `nccl` for GPUs, sends the data. From then on, the ranks can call *collectives*, which all ranks of the group
@@ -324,7 +323,8 @@ assert compare_with_one_rank(curves) < 1e-5
 draw_curves(curves)
 
 # %% [markdown]
-# The lines have three different widths, because otherwise you would see only one of them.
+# The three curves lie on top of each other, so they are drawn with three widths. In `nanoGPT/train.py`, now read the
+# line with `data_parallel(...)`.
 #
 # The remaining difference is rounding again: the four gradients are summed in a different order. Section (a) showed why
 # the batches agree. But dropout sets some activations to zero *at random*. How can four processes drop the same ones?
@@ -481,7 +481,8 @@ assert resumed_curve == uninterrupted_curve
 
 # %% [markdown]
 # Every digit agrees. A different number of ranks changes the order of the sums, and with it the last digit. Here
-# every sum is computed in the same order as before.
+# every sum is computed in the same order as before. Now read the rest of `nanoGPT/train.py`, with the table of
+# section (c).
 #
 # You have now seen the two tests that every trainer in this repository must pass: *the same loss curve on any number of
 # ranks*, and *the same loss curve after a kill and a resume*. In this notebook every rank stores the full training

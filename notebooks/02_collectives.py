@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 2. Collectives: what the ranks send
 #
-# *50 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. You can read this notebook before notebook 3.*
+# *50 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. Read this one before notebook 3, or skip it
+# if you have half a day.*
 #
 # Every technique of this repository uses the same few collectives. DDP all-reduces gradients. ZeRO-1 reduce-scatters
 # them and all-gathers parameters. FSDP all-gathers parameters twice. In this notebook you look inside: you run the
@@ -15,7 +16,7 @@
 # - **All ranks get exactly the same sum. Its last digits can differ from the sum that a single process computes.**
 # - **Collectives match by the order of their calls. A wrong order gives a hang, or wrong numbers without an error.**
 # - **Two numbers, a latency per step and a bandwidth, predict roughly how long a collective takes.**
-# - **Data parallelism is a mean of gradients. When it is computed decides how long the ranks wait for it.**
+# - **Data parallelism averages gradients. How long the ranks wait depends on when they start to average.**
 #
 # Open `workshop/collectives.py` next to this page. It has five short functions. You need no GPU.
 
@@ -172,12 +173,10 @@ for N in (2, 3, 4, 16):
 # With two ranks both versions send n bytes. From three ranks on, the ring sends less.
 #
 # The ring also has a cost: an all-reduce takes 2(N-1) steps, one after another, and each step has a *latency*: a time
-# that even an empty message needs. For small tensors on many ranks, the latency decides. For an all-reduce, NCCL then
-# uses trees, which need fewer steps. ZeRO and FSDP use reduce-scatters and all-gathers. For these NCCL has rings, and
-# in newer versions other algorithms for some networks. Their latency in a ring grows with the number of ranks, so FSDP
-# over thousands of ranks needs smaller groups (hybrid sharding, notebook 6). *Buckets* are another remedy. A bucket is
-# one large tensor that contains many gradients. One collective for a bucket pays the latency once, and not once per
-# parameter.
+# that even an empty message needs. For small tensors on many ranks, it is most of the time. There are three remedies.
+# NCCL uses trees, which need fewer steps, for all-reduces. Trainers use *buckets*: one large tensor contains many
+# gradients, so they pay the latency once, and not once per parameter. And a smaller group of ranks has fewer steps
+# (hybrid sharding, notebook 6).
 #
 # ## d. The same sum on all ranks
 #
@@ -213,7 +212,8 @@ assert all(torch.equal(result["ring"], results[0]["ring"]) for result in results
 #
 # ## e. Broken on purpose: all ranks send first
 #
-# You will replace `exchange` by a version that first sends and then receives.
+# `exchange` in `workshop/collectives.py` sends a tensor to the next rank and receives one from the previous rank, at
+# the same time. You will replace it by a version that first sends and then receives.
 #
 # **Predict first:** each rank waits until its send has ended. When does the first send end?
 
@@ -338,7 +338,7 @@ for (ranks, name), fit in fits.items():
 # 3. `OverlappedAverage` has several buckets. A hook starts the all-reduce of a bucket when its last gradient is
 #    complete. The backward pass continues with earlier layers, and `wait` waits for what is left.
 #
-# **Predict first:** the model has 100 parameter tensors and 3.2 MB of gradients per rank. How many bytes does each
+# **Predict first:** the model has 100 parameter tensors and 6.4 MB of gradients per rank. How many bytes does each
 # version send? Which one waits longest after the backward pass, and which one almost not at all?
 
 # %%
@@ -359,14 +359,14 @@ for ranks in (2, 4):
     print_versions(versions, gradient_bytes=4 * SHAPE.count_params())
 
 # %% [markdown]
-# All versions send the same bytes and give the same gradients. The first one pays the latency of a hundred collectives
-# and is slowest by far. The buffer pays it once, but all ranks wait for it after the backward pass. With several
-# buckets this wait almost disappears: most of the communication happens during the backward pass. (DDP waits inside of
-# its backward pass, so its column shows 0.)
+# All versions send the same bytes and give the same gradients. The first one pays the latency of a hundred
+# collectives and is slowest by far. The buffer pays it once, but all ranks wait for it after the backward pass. With
+# several buckets, communication starts during the backward pass. (DDP waits inside of its backward pass, so its
+# column shows 0.)
 #
-# On these CPUs a step with overlap is not always faster than one with a single buffer, because gloo needs the same
-# cores as the backward pass. A GPU has separate engines for both. Communication is then hidden as long as it takes less
-# time than the backward pass.
+# On two ranks the wait after the backward pass then almost disappears. On four ranks of two cores it may be as long as
+# with one buffer, because gloo needs the same cores as the backward pass. On a GPU, NCCL needs only a few of its many
+# processors, so most of the communication is hidden as long as it takes less time than the backward pass.
 #
 # ## To take home
 #
@@ -419,8 +419,8 @@ for ranks in (2, 4):
 #
 # Node by node, only the links 3 -> 4 and 7 -> 0 are slow. In each step one chunk crosses in each direction. If the
 # ranks alternate, all 8 links are slow, and 4 chunks at a time must cross in each direction. The shared connection
-# decides the time of a step, so the first numbering is 4 times faster. NCCL finds the nodes itself, and orders its rings
-# node by node. Groups of consecutive ranks still matter: tensor parallelism and the shard groups of hybrid FSDP should
-# lie within one node.
+# decides the time of a step, so the first numbering is 4 times faster. NCCL finds the nodes itself, and orders its
+# rings node by node. Groups of consecutive ranks still matter: tensor parallelism and the shard groups of hybrid FSDP
+# should lie within one node.
 #
 # </details>

@@ -116,8 +116,8 @@ for rank, state_bytes in enumerate(run_on_ranks(measure_state_bytes, 4, config, 
 # Every rank stores 4P + 4P + 8P = 16P bytes. The optimizer state is slightly larger than 8P because AdamW also stores
 # a step count of 4 bytes for each of the 15 tensors. With `gradient_as_bucket_view=True`, each `.grad` shares its
 # memory with a bucket, a large tensor that DDP all-reduces. Without it, every gradient is stored twice. (Here each
-# rank runs one micro-batch. With several, DDP synchronizes only in the last backward pass. Until then the gradients
-# accumulate in separate tensors next to the buckets, and 4P bytes are stored twice for this time.)
+# rank runs one micro-batch. With several, DDP all-reduces only in the last backward pass. Until then the gradients are
+# stored outside of the buckets, so 4P bytes are stored twice.)
 #
 # Half of the 16P bytes are moments, and they are the same on all ranks. If each of N ranks stores only 1/N of them, the
 # model state per rank is 4P + 4P + 8P/N.
@@ -198,8 +198,8 @@ print_padding(layouts)
 # Bucket 3 contains the parameters without weight decay, which are the LayerNorm weights. All parameters of a bucket
 # belong to one parameter group.
 #
-# AdamW must skip a parameter that has no gradient in this step. If the full bucket were one parameter, AdamW would
-# still change it, through weight decay and old moments. Therefore we pass the shards to AdamW.
+# If a parameter has no gradient in a step, AdamW must not change it. If AdamW got the full bucket as one parameter, it
+# would change all its elements, through weight decay and old moments. So AdamW gets one shard for each parameter.
 #
 # How can a parameter be stored in a bucket, so that the model does not notice? Here is the complete technique with two
 # parameters, `a` and `b`:
@@ -429,8 +429,8 @@ def train_ddp(ranks: int, **changes) -> Path:
 
 
 # %% [markdown]
-# The first number of each formula is the model state per rank (bytes, in units of P), the second the communication per
-# rank (elements, in units of P(N-1)/N):
+# The table compares two numbers with formulas: the model state per rank (bytes, in units of P), and the communication
+# per rank (elements, in units of P(N-1)/N):
 
 # %%
 from workshop.lessons.zero1 import print_backends
@@ -465,9 +465,9 @@ print(f"{padded_elements:,} elements in the buckets, {padded_elements - P} of th
 # its traffic.
 #
 # How does the code of `flat` differ from that of `naive`? Both versions contain the same steps, under the same names.
-# What the naive version does once per parameter, the real one does once per bucket. The next cell compares three steps:
-# `-` is `naive.py`, and `+` is `zero1.py` or `buckets.py`. (`make diff FROM=phase1_zero1/naive.py
-# TO=phase1_zero1/zero1.py` prints all of them.)
+# What the naive version does once per parameter, the real one does once per bucket. The next cell compares three
+# steps: `-` is `naive.py`, and `+` is `zero1.py` or `buckets.py`.
+# (`make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py` prints all of them.)
 #
 # **Predict first:** which collectives replace the all-reduce and the broadcast? The model has 15 parameter tensors in 2
 # buckets: how does the number of calls follow from this, 30 for `naive` and 6 for `flat`?
@@ -663,11 +663,11 @@ for name, make_optimizer in (("AdamW", make_adamw), ("SGD", make_sgd)):
         print(f"{name:6} {scale:5}", *(f"{loss:.4f}" for loss in result["curve"]), f"  norm {result['norms'][0]:.2f}")
 
 # %% [markdown]
-# With AdamW the two curves agree to four digits. Its update is the mean of the gradient, divided by the root of the mean of
-# its square: a constant factor cancels. With SGD the factor multiplies the learning rate, and the curve is another one.
-# So a run with AdamW that sums instead of averaging looks right, until clipping (which then clips every step), another
-# number of ranks, or a comparison of gradient norms shows the factor. This is why every run logs the gradient norm, and
-# why the tests of this repository compare it with one process.
+# With AdamW the two curves agree to four digits. Its update is the mean of the gradient, divided by the root of the
+# mean of its square: a constant factor cancels. With SGD the factor multiplies the learning rate, so the curve is
+# another one. So a run with AdamW that sums instead of averaging looks right. Clipping (which then clips every step),
+# a resume on another number of ranks, or a comparison of gradient norms shows the factor. This is why every run logs
+# the gradient norm, and why the tests of this repository compare it with one process.
 #
 # ## g. A sharded checkpoint
 #

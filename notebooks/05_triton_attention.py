@@ -274,8 +274,8 @@ for T in (16, 128):
 #
 # You will derive the backward pass, and write the kernel for the gradient of the queries.
 #
-# For one query, let p be its softmax weights, s its scores, y = sum of p_j v_j its result, and dy the gradient of y. The
-# chain rule gives the gradient of the weights, dp_j = dy · v_j. Softmax mixes all scores of a row:
+# For one query, let p be its softmax weights, s its scores, y = sum of p_j v_j its result, and dy the gradient of y.
+# The chain rule gives the gradient of the weights, dp_j = dy · v_j. Softmax mixes all scores of a row:
 #
 # ```
 # ds_j = p_j (dp_j - D)        D = sum over i of p_i dp_i
@@ -283,9 +283,10 @@ for T in (16, 128):
 # dk_j = scale * sum over queries of ds_j q        dv_j = sum over queries of p_j dy
 # ```
 #
-# Two problems remain. A tile of keys does not have the full row that D needs. But D = sum of p_i (dy · v_i) = dy · y, one
-# number per query, which is known before the loop. And the weights p were never stored. The forward pass saves one number
-# per query, the log-sum-exp L = log(sum of exp(s_j)). Then p_j = exp(s_j - L), for any tile, without a running maximum.
+# Two problems remain. A tile of keys does not have the full row that D needs. But D = sum of p_i (dy · v_i) = dy · y,
+# one number per query, which is known before the loop. And the weights p were never stored. The forward pass saves
+# one number per query, the log-sum-exp L = log(sum of exp(s_j)). Then p_j = exp(s_j - L), for any tile, without a
+# running maximum.
 #
 # **Predict first:** a forward pass needs two matrix products per tile (q k and p v). How many does the backward pass
 # need, if one kernel computes dq, and another one dk and dv?
@@ -316,7 +317,7 @@ def compute_query_gradient(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Tenso
     """Return the gradient of (T, HS) queries of causal attention."""
     (T, HS), dq = q.shape, torch.empty_like(q)
     scores = (q @ k.T * HS**-0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-    logsumexp, delta = scores.logsumexp(1), (dy * attend(q, k, v)).sum(1)  # the forward pass of phase 2 saves both
+    logsumexp, delta = scores.logsumexp(1), (dy * attend(q, k, v)).sum(1)  # phase 2 saves logsumexp and y
     query_gradient_kernel[(triton.cdiv(T, 16),)](q, k, v, dy, logsumexp, delta, dq, T, HS**-0.5, HS=HS, BQ=16, BK=16)
     return dq
 
@@ -331,9 +332,9 @@ for T in (16, 50, 128):
 
 # %% [markdown]
 # This kernel needs three products per tile: the scores, dweights and dq. The kernel for dk and dv has the scores and
-# dweights again, and two more: seven in total, where one kernel for all three gradients would need five. But dq is a sum
-# over keys, and dk and dv are sums over queries. In one kernel, one of them would need atomic additions, and its last
-# digits would change from run to run (notebook 4, section g). Phase 2 therefore has two kernels.
+# dweights again, and two more: seven in total, where one kernel for all three gradients would need five. But dq is a
+# sum over keys, and dk and dv are sums over queries. In one kernel, one of them would need atomic additions, and its
+# last digits would change from run to run (notebook 4, section g). Phase 2 therefore has two kernels.
 #
 # ## f. What the interpreter cannot show
 #

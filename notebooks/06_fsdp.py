@@ -180,8 +180,8 @@ assert all(compute_max_difference(rank["weights"], reference) < 1e-6 for rank in
 # Each step all-gathers every weight twice and reduces its gradient once. AdamW updates each element independently. It
 # receives 3 × 8 and 1 × 12 elements, stores moments for these, and needs no communication.
 #
-# This is the complete idea of FSDP. `phase3_fsdp/by_hand.py` does it for any module, in about 130 lines: hooks before
-# and after forward and backward all-gather and free the weights. The parameters that are all-gathered and freed
+# This is the complete idea of FSDP. `phase3_fsdp/by_hand.py` does it for any module, in about 130 lines of code: hooks
+# before and after forward and backward all-gather and free the weights. The parameters that are all-gathered and freed
 # together form a *unit*. [The note of phase 3](../phase3_fsdp/IMPLEMENTATION.md) builds it step by step.
 #
 # PyTorch's own version is `fully_shard`, also called FSDP2. (FSDP1 is the older class `FullyShardedDataParallel`, which
@@ -308,9 +308,9 @@ assert f"reduce-scatter {4 * P / 1e6:,.1f} MB" in layout[0]["message"]
 #
 # 1. It creates the model on the *meta device*, where tensors have shapes but no memory.
 # 2. `shard_model` shards it there.
-# 3. `init_shards` allocates memory for the local rows and fills them. It draws only the chunks of rows that contain
-#    its shard. Each chunk has its own random generator, whose seed depends on (seed, name of the parameter, number of
-#    the chunk).
+# 3. `init_shards` allocates memory for the local rows and fills them. It draws only the groups of rows that contain
+#    its shard. Each group has its own random generator, whose seed depends on (seed, name of the parameter, number of
+#    the group).
 #
 # A shortcut looks tempting: allocate memory with `to_empty`, set the same seed on all ranks, and call
 # `nn.init.normal_`.
@@ -374,8 +374,9 @@ fsdp_pictures.draw_similarity_of_rows({
 #
 # ## c. When weights are all-gathered and freed
 #
-# In this section you follow the memory for unsharded weights through one step, and you learn what resharding and
-# prefetching change.
+# In this section you follow the memory for full weights through one step. You learn what two options change: to
+# *reshard* (free the full parameters of a unit after its forward pass) and to *prefetch* (start the all-gather of a
+# unit before it is needed).
 #
 # `measure.tracker.MemoryTracker` records every tensor that is created, resized or freed, and assigns its bytes
 # to a category. This section shows the category *gathered* on one rank. It contains the full parameters, and the flat
@@ -417,13 +418,13 @@ fsdp_pictures.draw_gathered_bytes(variants)
 # 1. The root is all-gathered and stays.
 # 2. While block 0 computes, its parameters and its flat buffer both exist: 2 blocks.
 # 3. Block 0 frees its parameters (1 block), the buffer of block 1 arrives (2), and the copy-out adds the parameters
-#    of block 1 (3). Torch frees the buffer of block 0 only after this. On a GPU this lets the copy-out of one block overlap
-#    with the all-gather of the next block.
+#    of block 1 (3). Torch frees the buffer of block 0 only after this. On a GPU this lets the copy-out of one block
+#    overlap with the all-gather of the next block.
 # 4. In the backward pass torch frees a buffer right after its copy-out. It also prefetches the block that comes next.
 #    While a block computes, its parameters and the buffer of the next block both exist: 2 blocks.
 #
-# On a GPU the forward pass overlaps too, without any option. The CPU runs ahead of the GPU, and starts the all-gather
-# of the next block on another stream while the current block computes.
+# On a GPU the forward pass overlaps too, without any option. The CPU starts the all-gather of the next block while
+# the GPU still computes the current one, on another *stream* (a queue of the GPU; two queues run at the same time).
 #
 # Block 3 is freed after its forward pass and all-gathered again directly afterwards. This all-gather could be avoided.
 #
@@ -493,8 +494,8 @@ print_saved_activations(larger_shape, B, T)
 #
 # **Predict first:** how many of the 16 BTC remain for a block with `full`, and how many with `selective`? (The matrix
 # products are `c_attn`, `c_fc` and the two `c_proj`. The outputs of the two `c_proj` are not in the list above, because
-# the backward pass does not need them. `selective` saves them anyway, to recompute what follows.) A forward pass takes half the FLOPs of a backward pass. How much longer does a step take with `full`,
-# at most?
+# the backward pass does not need them. `selective` saves them too.) A forward pass takes half the FLOPs of a backward
+# pass. How much longer does a step take with `full`, at most?
 
 # %%
 from phase3_fsdp.activation_bytes import activation_bytes
@@ -520,10 +521,11 @@ print("gradients bitwise identical in every mode:", is_same)
 assert is_same
 
 # %% [markdown]
-# Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of the time
-# without checkpointing. `every_2` adds half of that, at most 7/6. `selective` recomputes almost no FLOPs. Two other costs
-# remain: elementwise operations are limited by memory bandwidth, and a Python function decides for every operator
-# whether to save its output. In a model with few channels this function takes longer than what it saves.
+# Count FLOPs first. `full` runs the forward pass of every block a second time, so a step takes at most 4/3 of the
+# time without checkpointing. `every_2` adds half of that, at most 7/6. `selective` recomputes almost no FLOPs. It has
+# two other costs. It recomputes elementwise operations, which are limited by memory bandwidth. And a Python function
+# decides for every operator whether to save its output: in a model with few channels this takes longer than what it
+# saves.
 #
 # So `selective` costs little time, and `every_2` saves more memory: 8.5 BTC per block on average, against 11. Which one
 # is better depends on the model and the hardware, so measure your own model.
@@ -658,8 +660,8 @@ if torch.__version__.startswith("2.13"):
 # Ranks 0 and 1 all-gather from each other, and so do ranks 2 and 3. Gradients are reduce-scattered within each pair.
 # Then rank 0 all-reduces its shard with rank 2, which stores the same shard, and rank 1 does so with rank 3.
 #
-# **Predict first:** sort the three configurations, and DDP, by communication volume per rank, and by memory per rank. Then assume
-# that each pair is one node with fast links inside. Sort them by the volume *between* the nodes.
+# **Predict first:** sort the three configurations, and DDP, by communication volume per rank, and by memory per rank.
+# Then assume that each pair is one node with fast links inside. Sort them by the volume *between* the nodes.
 
 # %%
 from workshop.lessons.fsdp import print_costs, sum_sent_bytes
@@ -697,9 +699,9 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 # As in notebook 3, the cell counts calls and tensor sizes, and computes the volume with the formula of the ring
 # algorithm. gloo sends more.
 #
-# **And the version by hand?** `by_hand.py` has about 130 lines. **Predict first:** which of its numbers are equal to
-# those of `fully_shard`, and which differ: the bytes that it all-gathers and reduce-scatters, its peak memory, the time
-# of a step, the losses?
+# **And the version by hand?** `by_hand.py` has about 130 lines of code. **Predict first:** which of its numbers are
+# equal to those of `fully_shard`, and which differ: the bytes that it all-gathers and reduce-scatters, its peak
+# memory, the time of a step, the losses?
 
 # %%
 from workshop.lessons.by_hand import compare_with_fully_shard, print_versions
@@ -707,9 +709,9 @@ from workshop.lessons.by_hand import compare_with_fully_shard, print_versions
 print_versions(run_on_ranks(compare_with_fully_shard, 2, larger_shape)[0])
 
 # %% [markdown]
-# Both send the same bytes and compute the same loss. Their peaks differ by a few percent, and on CPUs a step takes about
-# as long. On a GPU, `fully_shard` also overlaps its copies, on streams of their own, and the version by hand waits for
-# them.
+# Both send the same bytes and compute the same loss. Their peaks differ by a few percent, and on CPUs a step takes
+# about as long. On a GPU, the version by hand waits for each reduce-scatter. `fully_shard` runs it on a stream of its
+# own, and the backward pass continues.
 #
 # ## h. The same loss curve
 #

@@ -10,8 +10,8 @@
 #
 # - **Formulas that you can compute by hand give the memory of a rank to about 10%, or 20% with activation
 #   checkpointing.**
-# - **A trace on fake tensors gives it on a laptop, for any number of GPUs. For ZeRO-1 and FSDP on CPU ranks it is within
-#   1% of what our counter measures.**
+# - **A trace on fake tensors gives it on a laptop, for any number of GPUs. For ZeRO-1 and FSDP on CPU ranks it is
+#   within 1% of what our counter measures.**
 # - **The best way to save memory depends on what fills it: model state or activations.**
 # - **A micro-batch with enough tokens hides FSDP's communication. The number does not depend on the model.**
 # - **Generating text needs other formulas: weights and the key-value cache.**
@@ -81,9 +81,9 @@ draw_memory_bars(
 # In this layout ZeRO-1 approaches 160 GB with many ranks, and ZeRO-2 approaches 80 GB, so neither fits on any number of
 # these GPUs. Only FSDP has no lower limit.
 #
-# This is a property of parameters and gradients in fp32, as in this repository. The ZeRO paper stores both in 16 bits,
-# and a master copy with the moments in fp32 (notebook 9). In that layout ZeRO-2 needs 2P + 14P/N bytes: 75 GB on 8 ranks
-# and 57.5 GB on 16. It fits.
+# This is a property of parameters and gradients in fp32, as in this repository. The ZeRO paper stores both in 16
+# bits, and a master copy with the moments in fp32 (notebook 9). In that layout ZeRO-2 needs 2P + 14P/N bytes: 75 GB
+# on 8 ranks and 57.5 GB on 16. It fits.
 #
 # The job needs at least 5 ranks with FSDP: 64 GB of model state on each, and 16 GB for everything else. (On 4 ranks,
 # the model state alone would fill the 80 GB.) On 8 ranks it is 40 GB, and on 16 ranks 20 GB.
@@ -93,7 +93,7 @@ draw_memory_bars(
 # You will compute the memory that depends on the batch, and not on the number of ranks.
 #
 # The forward pass saves tensors for the backward pass. For B sequences of T tokens, a block saves 16 tensors of
-# (B, T, C) without dropout, and two small statistics. The head saves the log-probabilities, (B T, V) in fp32.
+# (B, T, C) without dropout, and five small statistics. The head saves the log-probabilities, (B T, V) in fp32.
 #
 # **Predict first:** GPT-2 124M, 8 sequences of 1,024 tokens in bf16. What takes more memory: the 12 blocks together, or
 # the log-probabilities? (Each has its factor: 16 x 12 x 768 x 2 bytes, or 50,304 x 4 bytes, per token.)
@@ -141,12 +141,12 @@ for mode in ("none", "selective", "every_2", "full"):
 #                                             with full checkpointing: this, or one recomputed block of 16 B T C numbers
 #                                             if that is larger
 #                   +  full gradients         FSDP with several micro-batches per rank: 4P, from the second one on
-#                   -  missing gradients      FSDP with one micro-batch per rank: 4P/N
+#                   -  missing gradients      FSDP: 4P/N
 # ```
 #
-# The last line belongs to FSDP only: at the peak, which is early in the backward pass, the gradients of a single
-# micro-batch do not exist yet. DDP and ZeRO-1 allocate buckets for all gradients when they start, so their 4P always
-# count.
+# The last line belongs to FSDP only: at the peak, which is early in the backward pass, the shards of the gradients do
+# not exist yet, and in a single micro-batch no gradients at all. DDP and ZeRO-1 allocate buckets for all gradients
+# when they start, so their 4P always count.
 #
 # **Predict first:** for a small model (0.8 million parameters, 2 ranks, 4 sequences of 64 tokens, fp32), add up the
 # terms for DDP, ZeRO-1 and FSDP. Which of the three needs the least, and how far will your sums be off?
@@ -367,9 +367,9 @@ assert round(tokens_to_hide(400e12, 50e9, 2, 2)) == 8000
 # matter, because both times are proportional to the number of parameters. (Scores of attention and elementwise
 # operations lengthen the computation, and with small units the latency counts.)
 #
-# This is why FSDP needs large micro-batches, and why `--fsdp_shard_size=node` helps between slow nodes: its all-gathers
-# stay within a node. `make plan` prints both numbers for your GPUs. Activation checkpointing makes room for more tokens,
-# and its recomputation hides more communication.
+# This is why FSDP needs large micro-batches, and why `--fsdp_shard_size=node` helps between slow nodes: its
+# all-gathers stay within a node. `make plan` prints both numbers for your GPUs. Activation checkpointing makes room
+# for more tokens, and its recomputation hides more communication.
 #
 # ## f. Generating text: weights and the key-value cache
 #

@@ -9,8 +9,8 @@
 #
 # There are four answers. A rank can have a part of each layer (tensor parallelism), some of the layers (pipeline
 # parallelism), a part of each sequence (context parallelism), or some of the experts (expert parallelism). This
-# notebook has one section for each. You write the first one yourself, train this repository's GPT with it, and combine it
-# with FSDP. You test four claims:
+# notebook has one section for each. You write the first one yourself, train this repository's GPT with it, and
+# combine it with FSDP. You test four claims:
 #
 # - **Tensor parallelism needs two autograd functions and no change to the model. Its losses match the
 #   baseline's.**
@@ -240,10 +240,10 @@ print(f"computed for gpt2-xl with 500,000 tokens per step: {4 * 48 * 5e5 * 1600 
 # %% [markdown]
 # Four all-reduces of B T C numbers per block: two in the forward pass (g), and two in the backward pass (f). This
 # volume grows with the number of *tokens*, and not with the number of parameters. For gpt2-xl with 500,000 tokens per
-# step it is 100 times that of DDP. The all-reduces of the forward pass overlap with nothing here, because the next layer
-# needs their results. In the backward pass, Megatron-LM hides the all-reduce of f (the gradient of x) behind the matrix
-# product for the gradient of the weight. So tensor parallelism is used within a node, where the links between GPUs are
-# fast, and FSDP or DDP between the nodes.
+# step it is 100 times that of DDP. The all-reduces of the forward pass overlap with nothing here, because the next
+# layer needs their results. In the backward pass, Megatron-LM hides the all-reduce of f (the gradient of x) behind
+# the matrix product for the gradient of the weight. So tensor parallelism is used within a node, where the links
+# between GPUs are fast, and FSDP or DDP between the nodes.
 #
 # ### Something broken on purpose
 #
@@ -344,12 +344,13 @@ assert difference < 1e-5 and all(each["losses"] == mesh_result[0]["losses"] for 
 
 # %% [markdown]
 # The losses are those of one process again. The squares of the divided weights are added over all four ranks, because
-# each of them has another part. Those of the full weights (embeddings, LayerNorms) are added only over a column, because
-# the two ranks of a row store the same. A rank stores a quarter of the blocks, and half of the rest.
+# each of them has another part. Those of the full weights (embeddings, LayerNorms) are added only over a column,
+# because the two ranks of a row store the same. A rank stores a quarter of the matrices of the blocks, and half of
+# the rest.
 #
 # On GPUs this is the usual layout: the all-reduces of tensor parallelism wait for each other and need the fast links
-# within a node, and FSDP hides its all-gathers between the nodes behind the computation. torchtitan builds the same mesh
-# with `parallelize_module` and `fully_shard`.
+# within a node, and FSDP hides its all-gathers between the nodes behind the computation. torchtitan builds the same
+# mesh with `parallelize_module` and `fully_shard`.
 #
 # ## c. Pipeline parallelism: some of the layers
 #
@@ -359,9 +360,10 @@ assert difference < 1e-5 and all(each["losses"] == mesh_result[0]["losses"] for 
 # computes, and sends the result to rank r + 1. In the backward pass gradients take the way back. One micro-batch would
 # keep only one rank busy at a time. So several micro-batches follow each other.
 #
-# A schedule is an order of passes for each rank. F2 is the forward pass of micro-batch 2, and B2 its backward pass, which
-# takes twice as long. *GPipe* runs all forward passes and then all backward passes. *1F1B* (one forward, one backward)
-# starts each backward pass as early as possible: rank r first runs N - r forward passes, and then alternates.
+# A schedule is an order of passes for each rank. F2 is the forward pass of micro-batch 2, and B2 its backward pass,
+# which takes twice as long. *GPipe* runs all forward passes and then all backward passes. *1F1B* (one forward, one
+# backward) starts each backward pass as early as possible: rank r first runs N - r forward passes, and then
+# alternates.
 
 # %%
 def order_gpipe(rank: int, ranks: int, micro_batches: int) -> list[str]:
@@ -381,8 +383,8 @@ def order_1f1b(rank: int, ranks: int, micro_batches: int) -> list[str]:
     return order
 
 # %% [markdown]
-# A pass begins when its rank is free, and the activations or gradients from the neighbor have arrived. `run_pipeline` of
-# `workshop/lessons/pipeline.py` returns what each rank does in each time slot.
+# A pass begins when its rank is free, and the activations or gradients from the neighbor have arrived. `run_pipeline`
+# of `workshop/lessons/pipeline.py` returns what each rank does in each time slot.
 #
 # **Predict first:** 4 ranks and 4 micro-batches. Which of the two schedules ends earlier? How many micro-batches does
 # rank 0 store at most, in each of them?
@@ -406,11 +408,11 @@ for micro_batches in (1, 4, 8, 32):
         assert abs(idle - formula) < 1e-9 and max(stored) == (micro_batches if name == "GPipe" else min(4, micro_batches))
 
 # %% [markdown]
-# The empty slots are the *bubble*: (N-1)/(M+N-1) of the time, in both schedules. With many micro-batches it gets small.
-# The difference is the memory. In GPipe every rank stores the activations of all M micro-batches. In 1F1B rank r stores
-# at most N - r, whatever M is, so M can be large. *Interleaved* schedules give each rank several groups of layers, which
-# divides the bubble. *Zero-bubble* schedules divide a backward pass in two: the gradient of the input, which the
-# neighbor waits for, and the gradient of the weights, which fills the empty slots.
+# The empty slots are the *bubble*: (N-1)/(M+N-1) of the time, in both schedules. With many micro-batches it gets
+# small. The difference is the memory. In GPipe every rank stores the activations of all M micro-batches. In 1F1B rank
+# r stores at most N - r, whatever M is, so M can be large. *Interleaved* schedules give each rank several groups of
+# layers, which divides the bubble. *Zero-bubble* schedules divide a backward pass in two: the gradient of the input,
+# which the neighbor waits for, and the gradient of the weights, which fills the empty slots.
 #
 # - **Sends:** B T C numbers per micro-batch and direction between neighbors, point to point. This is the least of all
 #   methods, so a pipeline can use slow links between nodes.
@@ -535,7 +537,7 @@ assert sent == 64 * C * 4 * 3 / 4
 # | DDP | nothing (the batch) | the gradients, 2P numbers, while it computes | farthest apart |
 #
 # You do not need all of them. For many models FSDP with activation checkpointing is enough, and it changes no line of
-# the model. This is why this repository trains with FSDP, and uses tensor parallelism only to generate text.
+# the model. This is why the trainers of this repository use FSDP, and `make evaluate` also uses tensor parallelism.
 #
 # ## To take home
 #

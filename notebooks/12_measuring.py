@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 12. Measuring: the time and the memory of a step
 #
-# *30 minutes. Read [notebook 1](01_one_process.ipynb) first. With a GPU you see more, but every cell also runs on a CPU.*
+# *30 minutes. Read [notebook 1](01_one_process.ipynb) first. With a GPU you see more, but every cell also runs on a
+# CPU.*
 #
 # "My change makes a step 3% faster." Most such sentences are wrong, because the measurement was. **How do you measure a
 # step so that you can trust the number?** You test four claims:
@@ -43,8 +44,8 @@ def train_step() -> None:
 #
 # You will time single steps from the first one on.
 #
-# **Predict first:** how many times as long as the tenth step does the first one take? What does it do that the others do
-# not?
+# **Predict first:** how many times as long as the tenth step does the first one take? What does it do that the others
+# do not?
 
 # %%
 def measure_call(call: Callable[[], None]) -> float:
@@ -63,9 +64,9 @@ print("milliseconds of each step:", *(f"{1e3 * each:.1f}" for each in seconds))
 print(f"the first step took {seconds[0] / statistics.median(seconds[2:]):.1f} times as long as the median of the later ones")
 
 # %% [markdown]
-# The first step allocates memory for gradients and moments, and creates the threads of libraries. On a GPU it also creates
-# handles and loads kernels, with `torch.compile` it compiles for minutes, and on several ranks it connects them. Leave out
-# at least three steps. With `torch.compile` also leave out the first step with every new shape.
+# The first step allocates memory for gradients and moments, and creates the threads of libraries. On a GPU it also
+# creates handles and loads kernels, with `torch.compile` it compiles for minutes, and on several ranks it connects
+# them. Leave out at least three steps. With `torch.compile` also leave out the first step with every new shape.
 #
 # ## b. The clock and the device
 #
@@ -74,8 +75,8 @@ print(f"the first step took {seconds[0] / statistics.median(seconds[2:]):.1f} ti
 # A call of a CUDA operator puts a kernel into a queue (a *stream*) and returns at once. `time.perf_counter()` around it
 # measures how long Python needs to fill the queue. There are two right ways:
 #
-# - **`torch.cuda.synchronize()`** before both readings of the clock, as in `measure_call`. It waits for everything, so it
-#   is right for a full step, and wrong inside of one: it would destroy the overlap that you want to measure.
+# - **`torch.cuda.synchronize()`** before both readings of the clock, as in `measure_call`. It waits for everything,
+#   so it is right for a full step, and wrong inside of one: it would destroy the overlap that you want to measure.
 # - **CUDA events.** The device itself notes the time when it reaches them. Nothing waits:
 #
 # ```python
@@ -90,7 +91,8 @@ print(f"the first step took {seconds[0] / statistics.median(seconds[2:]):.1f} ti
 # For kernels that are shorter than their launch (about 10 microseconds), even events measure Python: the queue is empty
 # between two of them. `bench/kernels/kernels.py` therefore first lets the device sleep while Python fills the queue.
 #
-# **Predict first:** on a GPU, which is larger for one training step: the time without `synchronize`, or with it? On a CPU?
+# **Predict first:** on a GPU, which is larger for one training step: the time without `synchronize`, or with it? On a
+# CPU?
 
 # %%
 def measure_launch(call: Callable[[], None]) -> float:
@@ -103,16 +105,17 @@ launch, full = (min(measure(train_step) for _ in range(10)) for measure in (meas
 print(f"on {DEVICE.type}: {1e3 * launch:.2f} ms without synchronize, {1e3 * full:.2f} ms with it")
 
 # %% [markdown]
-# On a CPU both are the same, because the operators run in the call. On a GPU the first number is too small, often by far,
-# and it does not change if you make the kernels faster. `.item()`, `print(tensor)` and `if tensor > 0` also wait for the
-# device. One of them in a training step costs more than most optimizations gain.
+# On a CPU both are the same, because the operators run in the call. On a GPU the first number is too small, often by
+# far, and it does not change if you make the kernels faster. `.item()`, `print(tensor)` and `if tensor > 0` also wait
+# for the device. One of them in a training step can cost more than an optimization gains, if the CPU then no longer
+# runs ahead.
 #
 # ## c. Noise
 #
 # You will compare two versions that do the same, and see a difference.
 #
-# **Predict first:** the two models below are equal. Time ten steps of the first one, and then ten of the second one. How
-# large is the difference of the means? And if the two alternate, and you compare the minimum?
+# **Predict first:** the two models below are equal. Time ten steps of the first one, and then ten of the second one.
+# How large is the difference of the means? And if the two alternate, and you compare the minimum?
 
 # %%
 twin = GPT(shape).to(DEVICE)
@@ -131,11 +134,11 @@ for name, samples in (("one after another", one_after_another), ("alternating", 
     print(f"{name:18} difference of the mean {ratios[0]:+.1%}, of the median {ratios[1]:+.1%}, of the minimum {ratios[2]:+.1%}")
 
 # %% [markdown]
-# The true difference is 0. What you see is the noise of your measurement: a smaller gain than this is no result. Other
-# programs, the temperature and the clock of the device change from second to second. Alternation lets both versions meet
-# the same conditions. The minimum is the run that was disturbed least. It is the right number for code that always does
-# the same; use the median for a training with changing inputs. On several ranks, take the slowest rank of each step, since
-# the others wait for it.
+# The true difference is 0. What you see is the noise of your measurement: a smaller gain than this is no result.
+# Other programs, the temperature and the clock of the device change from second to second. Alternation lets both
+# versions meet the same conditions. The minimum is the run that was disturbed least. It is the right number for code
+# that always does the same; use the median for a training with changing inputs. On several ranks, take the slowest
+# rank of each step, since the others wait for it.
 #
 # `make profile` shows where a step spends its time, and `make gate` compares a phase with the baseline.
 #
@@ -143,7 +146,8 @@ for name, samples in (("one after another", one_after_another), ("alternating", 
 #
 # You will follow the memory of a step.
 #
-# On a GPU, torch's *caching allocator* keeps memory that tensors have freed, to use it again. So there are three numbers:
+# On a GPU, torch's *caching allocator* keeps memory that tensors have freed, to use it again. So there are three
+# numbers:
 #
 # | number | on a GPU | what it is |
 # |---|---|---|
@@ -152,12 +156,13 @@ for name, samples in (("one after another", one_after_another), ("alternating", 
 # | peak | `torch.cuda.max_memory_allocated()` | the largest allocated number since `reset_peak_memory_stats()` |
 #
 # A run fails when *reserved* cannot grow, even if *allocated* is much smaller: the free memory is in pieces
-# (*fragmentation*). `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` helps.
+# (*fragmentation*). `PYTORCH_ALLOC_CONF=expandable_segments:True` helps.
 #
 # **Predict first:** at which moment of a step is the peak: at the end of the forward pass, in the backward pass, or in
 # the update? Which category is largest then?
 
 # %%
+optimizer.zero_grad()  # section c has left gradients
 with MemoryTracker(model, optimizer) as memory:  # counts the tensors of a step by category, also on a CPU
     train_step()
 print("at the peak (MB):", {name: round(size / 1e6, 2) for name, size in memory.peak.items()})
@@ -166,8 +171,8 @@ assert memory.peak["activations"] == max(memory.peak.values())
 
 # %% [markdown]
 # The peak is at the start of the backward pass, when all activations still exist. After the step only parameters and
-# moments are left. To see every tensor with the line of code that has created it, record a snapshot on a GPU, and open it
-# in [PyTorch's viewer](https://pytorch.org/memory_viz):
+# moments are left. To see every tensor with the line of code that has created it, record a snapshot on a GPU, and
+# open it in [PyTorch's viewer](https://pytorch.org/memory_viz):
 #
 # ```python
 # torch.cuda.memory._record_memory_history()
@@ -184,16 +189,18 @@ assert memory.peak["activations"] == max(memory.peak.values())
 # 3. Nothing in a training step should wait for the device.
 # 4. Let two versions alternate, and compare minimum or median. Measure two equal versions first: that is your noise.
 # 5. On several ranks, the slowest rank decides.
-# 6. Allocated, reserved and peak memory are different numbers. Fragmentation is the difference of the first two.
+# 6. Allocated, reserved and peak memory are different numbers. Reserved memory that is not allocated may be in pieces
+#    that are too small to use: that is fragmentation.
 # 7. The peak is usually at the start of the backward pass.
 #
 # ## Exercises
 #
-# **1. Your own change.** Replace `nn.GELU` of the model by `nn.ReLU`. Predict first: by how many percent does a step get
-# faster? Is the difference larger than your noise of section (c)?
+# **1. Your own change.** Replace `nn.GELU` of the model by `nn.ReLU`. Predict first: by how many percent does a step
+# get faster? Is the difference larger than your noise of section (c)?
 #
 # <details><summary>Hint</summary>
 #
-# Alternate as in section (c). GELU takes a small part of a step. With a noise of 2% you need many repetitions to see 1%.
+# Alternate as in section (c). GELU takes a small part of a step. With a noise of 2% you need many repetitions to see
+# 1%.
 #
 # </details>

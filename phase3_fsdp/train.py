@@ -129,7 +129,7 @@ def train(config: Config) -> None:
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
         parallel_model = model  # [fsdp:parallel] without DDP: FSDP averages the gradients
         writer = ShardWriter(model, optimizer)
-        copy = writer.copy if config.async_save else None  # [fsdp:save] training continues during the save
+        copy = writer.copy if config.async_save else None  # training continues during the save
 
         def save(step: int) -> None:
             fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)

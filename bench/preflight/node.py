@@ -135,7 +135,7 @@ def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     problems = {
         f"ulimit -n is {files}: raise it to {MIN_OPEN_FILES} or more": 0 <= files < MIN_OPEN_FILES,
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which reduces fragmentation": on_gpu
+        "set PYTORCH_ALLOC_CONF=expandable_segments:True, which reduces fragmentation": on_gpu
         and "expandable_segments" not in allocator,
         "if NCCL chooses the wrong network interface, set NCCL_SOCKET_IFNAME": on_gpu
         and is_multi_node

@@ -15,8 +15,8 @@ EXERCISES = [
         title="Write a reduce-scatter on a ring",
         targets=("workshop.collectives:reduce_scatter",),
         task="""ZeRO and FSDP reduce gradients with a reduce-scatter: rank r gets chunk r of the sum over all
-        ranks (for a mean, the sum is divided by N). Write it with `exchange`, which sends a chunk to the next rank and
-        receives one from the previous rank. In each of the N - 1 steps a rank sends one chunk, so it sends (N-1)/N of
+        ranks (for a mean, the sum is divided by N). Write it with `exchange(outgoing, incoming)`, which sends a chunk
+        to the next rank and receives one from the previous rank into `incoming`. In each of the N - 1 steps a rank sends one chunk, so it sends (N-1)/N of
         the tensor.""",
         minutes=20,
         difficulty="medium",

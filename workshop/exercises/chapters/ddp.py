@@ -52,6 +52,7 @@ EXERCISES = [
         line="while (number :=",
         mistakes=(
             plant_mistake("if self.is_last:", "if True:", "check is_last"),
+            plant_mistake("dist.ReduceOp.AVG, async_op=True", "dist.ReduceOp.AVG", "waits in all_reduce"),
             plant_mistake("if self.is_last:", "if False:", "nothing overlaps"),
             plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
             plant_mistake("        copy_back(buffer, self._grads(bucket))\n", "", "copy the averaged values back"),

@@ -89,6 +89,9 @@ EXERCISES = [
                 "Shard(param, index, elements.start,",
                 "The offset counts from the beginning of the parameter",
             ),
+            plant_mistake("Shard(param, index,", "Shard(param, 0,", "the index counts self.params"),
+            plant_mistake("elements.start < elements.stop", "True", "A shard is empty"),
+            plant_mistake("is_low_precision = part.dtype", "is_low_precision = False and part.dtype", "a copy in fp32"),
             plant_mistake(
                 "tensor = part.float() if is_low_precision else part", "tensor = part.clone()", "take a view"
             ),
@@ -115,6 +118,7 @@ EXERCISES = [
         line="return reduce_scatter",
         mistakes=(
             plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
+            plant_mistake("self.group, async_op=True", "self.group", "returned no handle"),
             plant_mistake(
                 "return reduce_scatter(local_grads, self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
                 "return dist.all_reduce(self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",

@@ -136,6 +136,10 @@ def record_missing(model: nn.Module, run_backward: Callable[[], None]) -> list[i
     handles = [param.register_post_accumulate_grad_hook(lambda _: ready.__setitem__(0, ready[0] + 1)) for param in used]
 
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        expect(
+            kwargs.get("async_op") or len(args) > 3 and args[3],
+            "The backward pass waits in all_reduce, so nothing overlaps: start it with async_op=True.",
+        )
         missing.append(len(used) - ready[0])
         return original(*args, **kwargs)
 

@@ -164,6 +164,11 @@ def check_shards(answer: ModuleType, _: Any) -> None:
     bucket = Bucket(params, {"lr": 1e-3, "params": params}, lambda shards, group: AdamW(shards), None)
     numel = sum(p.numel() for p in params)
     for shard in bucket.shards:
+        expect(shard.tensor.numel() > 0, "A shard is empty: a parameter outside of this rank's slice has no shard.")
+        expect(
+            params[shard.param_index] is shard.param,
+            f"The shard with param_index {shard.param_index} has another parameter: the index counts self.params.",
+        )
         expect(
             shard.bucket_slice.stop <= numel,
             "A shard contains padding, which would count in the moments and in the gradient norm.",
@@ -191,9 +196,22 @@ def check_shards(answer: ModuleType, _: Any) -> None:
         f"The shards of all ranks have {int(covered)} elements together, but the parameters have {numel}: each "
         "element belongs to exactly one rank.",
     )
+    halves = [nn.Parameter(p.detach().bfloat16()) for p in params]
+    low = Bucket(halves, {"lr": 1e-3, "params": halves}, lambda shards, group: AdamW(shards), None)
+    expect(
+        all(shard.tensor.dtype == torch.float32 for shard in low.shards),
+        "The shard of a parameter in bfloat16 must be a copy in fp32, or small updates are rounded away.",
+    )
 
 
 def check_reduce(answer: ModuleType, expected: dict[str, Any]) -> None:
+    params = [nn.Parameter(torch.zeros(64))]
+    bucket = Bucket(params, {"lr": 1e-3, "params": params}, lambda shards, group: AdamW(shards), None)
+    handle = bucket._reduce()
+    if handle is None:
+        expect(False, "The collective has returned no handle: with async_op=True it starts, and does not wait.")
+    else:
+        handle.wait()
     result = train_sharded(make_flat)
     ratio = result["norms"][0] / expected["norms"][0]
     ranks = dist.get_world_size()
