@@ -16,8 +16,8 @@ EXERCISES = [
         targets=("workshop.collectives:reduce_scatter",),
         task="""ZeRO and FSDP reduce gradients with a reduce-scatter: rank r gets chunk r of the sum over all
         ranks (for a mean, the sum is divided by N). Write it with `exchange(outgoing, incoming)`, which sends a chunk
-        to the next rank and receives one from the previous rank into `incoming`. In each of the N - 1 steps a rank sends one chunk, so it sends (N-1)/N of
-        the tensor.""",
+        to the next rank and receives one from the previous rank into `incoming`. In each of the N - 1 steps a rank
+        sends one chunk, so it sends (N-1)/N of the tensor.""",
         minutes=20,
         difficulty="medium",
         ranks=4,
@@ -54,7 +54,8 @@ EXERCISES = [
         title="Write an all-gather on a ring",
         targets=("workshop.collectives:all_gather",),
         task="""After the update of a shard, an all-gather gives every rank the chunks of all ranks. Write it with
-        `exchange`. A rank passes on what it has received, so that each chunk visits all ranks in N - 1 steps.""",
+        `exchange(outgoing, incoming)`. A rank passes on what it has received, so that each chunk visits all ranks in
+        N - 1 steps.""",
         minutes=15,
         difficulty="medium",
         ranks=4,
