@@ -55,7 +55,7 @@ EXERCISES = [
         targets=("workshop.collectives:all_gather",),
         task="""After the update of a shard, an all-gather gives every rank the chunks of all ranks. Write it with
         `exchange(outgoing, incoming)`. A rank passes on what it has received, so that each chunk visits all ranks in
-        N - 1 steps.""",
+        N - 1 steps. `exchange` fills `incoming` in place, and returns nothing.""",
         minutes=15,
         difficulty="medium",
         ranks=4,

@@ -10,7 +10,8 @@ EXERCISES = [
         targets=("workshop.ddp:average_in_buffer",),
         task="""In data parallelism every rank has the gradients of its own micro-batches, and all ranks need their
         mean. One collective per parameter pays the latency many times. Copy all gradients into one flat buffer,
-        all-reduce it once, and copy the mean back. A parameter without a gradient stays without one.""",
+        all-reduce it once, and copy the mean back: copy_back(buffer, grads) copies the parts of the buffer into the
+        gradients. A parameter without a gradient is not in the buffer, and stays without one.""",
         minutes=10,
         difficulty="easy",
         ranks=2,
@@ -39,8 +40,11 @@ EXERCISES = [
         ),
         task="""The gradients of the last layers are ready long before those of the first ones. A hook calls
         _on_gradient_ready when the gradient of a parameter is complete. Start the all-reduce of a bucket there, and
-        let `wait` finish all of them. self.missing counts the gradients of each bucket that are not ready. On
-        another rank gradients may arrive in another order.""",
+        let `wait` finish all of them. self.buckets has the parameters of each bucket, self.bucket_of[param] is the
+        number of a bucket, self.missing counts the gradients of each bucket that are not ready, and self.started
+        lists the buckets that have started; self._begin_step() resets the last two. The hook also runs in earlier
+        micro-batches, where self.is_last is False. On another rank gradients may arrive in another order, and a
+        bucket may have none.""",
         minutes=25,
         difficulty="medium",
         ranks=2,
@@ -48,7 +52,7 @@ EXERCISES = [
         prepare=compute_mean_gradients,
         nudge="Bucket 1 is complete, and bucket 0 is not. May this rank start bucket 1?",
         idea="Start the bucket with the number len(self.started), as long as it is complete. So every rank starts "
-        "buckets 0, 1, 2, ... in `wait`, start those that never became complete.",
+        "buckets 0, 1, 2 and so on. In `wait`, start those that never became complete.",
         line="while (number :=",
         mistakes=(
             plant_mistake("if self.is_last:", "if True:", "check is_last"),

@@ -16,8 +16,8 @@ EXERCISES = [
         targets=("notebooks/06_fsdp.py:ShardedLinear",),
         task="""Each rank stores some rows of W and has its own examples. Write the autograd function y = x W^T:
         the forward pass all-gathers W, and the backward pass all-gathers it again and reduce-scatters its
-        gradient. Between the two, no rank may keep the full weight. This is all that FSDP does for a layer. The
-        code is from notebook 6.""",
+        gradient. Between the two, no rank may keep the full weight. x is (examples, in), and the gradient of the rows
+        is the mean over the ranks. This is all that FSDP does for a layer. The code is from notebook 6.""",
         minutes=20,
         difficulty="medium",
         ranks=4,
@@ -96,11 +96,12 @@ EXERCISES = [
         name="fsdp.4",
         title="All-gather and free the parameters of a unit",
         targets=("phase3_fsdp.by_hand:Unit.wait_for_params", "phase3_fsdp.by_hand:Unit.free"),
-        task="""FSDP by hand: a unit has full parameters only while it computes. self.start_all_gather() has put the
-        output of an all-gather and its handle into self.pending. Wait for it, give each parameter its memory back,
-        and copy the rows of all ranks to their places. self.sizes are the elements that a rank has sent of each
-        parameter, with padding. `free` takes the memory away again. Autograd has saved these tensors: it must find
-        the same values in the backward pass.""",
+        task="""FSDP by hand: a unit has full parameters only while it computes. self.start_all_gather() puts the
+        output of an all-gather and its handle into self.pending, unless self.is_full or it has already started. Call
+        it, wait, give each parameter its memory back, and copy the rows of all ranks to their places. self.ranks is
+        N, and self.sizes are the elements that a rank has sent of each parameter, with padding. Then set self.is_full
+        and clear self.pending. `free` takes the memory away again, also what was only prefetched. Autograd has saved
+        these tensors: it must find the same values in the backward pass.""",
         minutes=25,
         difficulty="hard",
         ranks=2,
@@ -118,6 +119,8 @@ EXERCISES = [
                 "modified by an inplace operation",
             ),
             plant_mistake("        param.untyped_storage().resize_(0)\n", "        pass\n", "still has"),
+            plant_mistake("self.is_full, self.pending = True, None", "self.pending = None", "gathers again"),
+            plant_mistake("self.is_full, self.pending = True, None", "self.is_full = True", "still holds the buffer"),
             plant_mistake(
                 "received.view(self.ranks, -1).split(self.sizes, dim=1)",
                 "[part.view(self.ranks, -1) for part in received.split([self.ranks * size for size in self.sizes])]",
@@ -131,8 +134,8 @@ EXERCISES = [
         targets=("phase3_fsdp.by_hand:Unit.reduce_gradients",),
         task="""FSDP by hand: after its last backward pass, a unit has full gradients of this rank's micro-batches.
         Reduce-scatter all of them in one collective, in fp32: each shard gets the mean of its rows. Free the full
-        gradients. A parameter without a gradient keeps none, but counts as zeros in the collective. pad(tensor, size)
-        adds zeros.""",
+        gradients. A parameter without a gradient keeps none, but counts as zeros in the collective. self.shards[i] is
+        this rank's part of self.params[i], and pad(tensor, size) adds zeros.""",
         minutes=25,
         difficulty="hard",
         ranks=2,
@@ -143,6 +146,7 @@ EXERCISES = [
         line="sent = torch.cat(parts, dim=1)",
         mistakes=(
             plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
+            plant_mistake("        param.grad = None\n", "", "still has its full gradient"),
             plant_mistake(
                 "torch.cat(parts, dim=1)",
                 "torch.cat([part.view(-1) for part in parts]).view(self.ranks, -1)",

@@ -17,7 +17,7 @@ EXERCISES = [
         targets=("phase2_triton.kernels.layernorm:one_row_kernel",),
         task="""A program loads one row of N elements into a tile of BLOCK lanes, a power of two. It computes
         y, and stores the mean and rstd = 1 / sqrt(variance + EPS) of the row for the backward pass: x is read once, and
-        y is written once. Compute in fp32.""",
+        y is written once. Rows follow each other without a gap. Compute in fp32, whatever the dtype of x is.""",
         minutes=20,
         difficulty="medium",
         check=check_layer_norm,
@@ -30,6 +30,9 @@ EXERCISES = [
                 "tl.store(y + row * N + cols, out, mask=mask)", "tl.store(y + row * N + cols, out)", "writes outside"
             ),
             plant_mistake("/ N + EPS", "/ N", "Add EPS"),
+            plant_mistake(
+                "tl.sum(centred * centred) / N", "tl.sum(v * v) / N - row_mean * row_mean", "loses its digits"
+            ),
         ),
     ),
     Exercise(

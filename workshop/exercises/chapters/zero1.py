@@ -72,9 +72,11 @@ EXERCISES = [
         title="Find the shards in a slice",
         targets=("phase1_zero1.buckets:Bucket._create_shards",),
         task="""This rank's slice of a bucket may begin and end inside a parameter. Return a Shard for each
-        parameter that overlaps with self.local_slice. A shard is a view into self.flat_params, without padding.
-        For a parameter in bfloat16 or float16, the tensor of the shard is a copy in fp32 (the master
-        weights).""",
+        parameter that overlaps with self.local_slice: Shard(param, param_index, offset, bucket_slice, tensor, grad).
+        param_index counts self.params, which lie in self.flat_params one after another. offset counts from the
+        beginning of the parameter, and bucket_slice from the beginning of the bucket. tensor is a view into
+        self.flat_params without padding, and grad one into self.local_grads, which begins where the slice begins. For
+        a parameter in bfloat16 or float16, tensor is a copy in fp32 (the master weights).""",
         minutes=25,
         difficulty="hard",
         ranks=4,
@@ -134,8 +136,9 @@ EXERCISES = [
         title="Clip by the global norm of sharded gradients",
         targets=("phase1_zero1.zero1:Zero1Optimizer.clip_grad_norm_",),
         task="""After the reduce-scatter, a rank has the mean gradient of its own slice only. Clip by the norm of
-        the full gradient, and return that norm. self.reduce_gradients() returns this rank's shards; grad_norm and
-        clip_grads are the functions of the baseline.""",
+        the full gradient, and return that norm. self.reduce_gradients() returns the gradients of this rank's
+        shards, a list of tensors. grad_norm(grads, group) and clip_grads(grads, norm, max_norm) are the functions of
+        the baseline, and self.shard_group is the group over which the gradients are sharded.""",
         minutes=10,
         difficulty="easy",
         ranks=4,

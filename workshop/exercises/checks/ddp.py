@@ -102,7 +102,7 @@ def check_buffer(answer: ModuleType, expected: list[Tensor | None]) -> None:
 def check_overlap(answer: ModuleType, expected: list[Tensor | None]) -> None:
     model = TwoHeads()
     average = OverlappedAverage(model.parameters(), BUCKET_BYTES)
-    for _ in range(2):  # the second step shows whether the first one left everything ready
+    for step in range(2):  # the second step shows whether the first one left everything ready
         model.zero_grad()
         average.is_last = False
         with CollectiveCounter() as traffic:
@@ -117,6 +117,10 @@ def check_overlap(answer: ModuleType, expected: list[Tensor | None]) -> None:
         with CollectiveCounter() as traffic:
             missing = record_missing(model, lambda: accumulate(model, 1))
             average.wait()
+        expect(
+            step == 0 or bool(missing) and missing[0] > 0,
+            "In the second step, no bucket starts before the end: `wait` must call _begin_step for the next step.",
+        )
         expect(
             bool(missing) and missing[0] > 0,
             "No collective starts before the backward pass has computed its last gradient, so nothing overlaps. Start "

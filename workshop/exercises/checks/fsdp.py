@@ -230,7 +230,9 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
     sharded = HandmadeFSDP(model, list(model.blocks))
     optimizer = torch.optim.AdamW(sharded.parameters(), 0.01, weight_decay=0.1)
     kept: list[int] = []
-    for block in model.blocks:
+    buffers: list[bool] = []
+    for unit, block in zip(sharded.units[1:], model.blocks, strict=True):
+        block.register_forward_pre_hook(lambda *_, unit=unit: buffers.append(unit.pending is not None))
         block.register_forward_hook(
             lambda block, *_: kept.append(sum(param.untyped_storage().size() for param in block.parameters()))
         )
@@ -240,6 +242,14 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
             not any(kept),
             f"After its forward pass, a block still has {max(kept)} bytes of full parameters: set the size of the "
             "storage of each parameter to 0.",
+        )
+        expect(
+            not any(buffers),
+            "A unit that computes still holds the buffer of its all-gather: clear self.pending when it is used up.",
+        )
+        expect(
+            all(param.grad is None for param in model.parameters()),
+            "After its reduction, a parameter still has its full gradient: set param.grad to None.",
         )
         expect(
             step > 0 or is_close(loss, expected["losses"][0]),
@@ -257,6 +267,13 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
             f"The gradient norm of step {step} is {ratio:.4f} times that of one process: a shard needs the gradient of "
             "its own rows. Rank r receives row r of what is sent.",
         )
+    root, *blocks = [ranks * sum(unit.sizes) * 4 for unit in sharded.units]
+    gathered, enough = sum(unit.gathered for unit in sharded.units), 3 * 2 * (root + 2 * sum(blocks))
+    expect(
+        gathered == enough,
+        f"The units all-gather {gathered:,} bytes, and {enough:,} are enough: the root once for each micro-batch, and "
+        "the blocks twice. A unit that is full gathers again: set self.is_full.",
+    )
     spare = sharded.units[0].shards[[*model.parameters()].index(model.spare)] if rank == 0 else torch.ones(2)
     expect(
         bool((spare == 1).all()),

@@ -83,6 +83,18 @@ def check_layer_norm(answer: ModuleType, _: Any) -> None:
         check_values(
             y, expected, f"y {'with' if with_bias else 'without'} a bias", "y = (x - mean) * rstd * weight + bias."
         )
+    half = (4 * draw_normal(M, N, seed=3) + 1000).half()
+    y, mean, rstd = torch.empty_like(half), torch.empty(M), torch.empty(M)
+    launch(answer.one_row_kernel, (M,), half, weight, None, y, mean, rstd, N, EPS=1e-5, HAS_BIAS=False, BLOCK=32)
+    exact = half.double()
+    check_values(mean, exact.mean(1), "mean of a row in float16", "Convert what you load to fp32 first.")
+    check_values(
+        rstd,
+        1 / (exact.var(1, correction=0) + 1e-5).sqrt(),
+        "rstd of a row with a mean near 1,000",
+        "The difference of two large squares loses its digits: subtract the mean before you square.",
+        1e-4,
+    )
 
 
 def check_online_softmax(answer: ModuleType, _: Any) -> None:
