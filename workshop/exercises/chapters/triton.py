@@ -31,7 +31,7 @@ EXERCISES = [
             ),
             plant_mistake("/ N + EPS", "/ N", "Add EPS"),
             plant_mistake(
-                "tl.sum(centred * centred) / N", "tl.sum(v * v) / N - row_mean * row_mean", "loses its digits"
+                "tl.sum(centred * centred, 0) / N", "tl.sum(v * v, 0) / N - row_mean * row_mean", "loses its digits"
             ),
         ),
     ),
