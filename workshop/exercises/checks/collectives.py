@@ -72,6 +72,12 @@ def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
         not any(is_close(result, values[r].chunk(ranks)[i]) for r in range(ranks) for i in range(ranks)),
         "The result is the chunk of a single rank. Add the received chunk to your own before you send it on.",
     )
+    found = [i for i in range(ranks) if i != rank and is_close(result, total.chunk(ranks)[i])]
+    expect(
+        not found,
+        f"Rank {rank} returns the sum of chunk {found}, and not of chunk {rank}: the chunk that a rank receives last "
+        "must be its own.",
+    )
     expect(
         is_close(result, total.chunk(ranks)[rank]),
         f"Rank {rank} does not return the sum of chunk {rank} over all ranks. After step 0, a rank must send the "
@@ -96,7 +102,7 @@ def check_all_gather(answer: ModuleType, _: Any) -> None:
     expect(
         not wrong,
         f"Rank {rank} has wrong values in the chunks {wrong}. In step s, a rank passes on the chunk that it received "
-        "in step s - 1, and not its own chunk again.",
+        "in step s - 1, and not its own chunk again. It has then received chunk r - s - 1.",
     )
     check_volume(sent, 4 * 5 * (ranks - 1), "Each rank passes on N - 1 chunks.")
 

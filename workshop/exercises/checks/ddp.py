@@ -55,7 +55,7 @@ def check_gradients(model: nn.Module, expected: list[Tensor | None], own: list[T
         ranks = dist.get_world_size()
         expect(
             not is_close(param.grad, local),
-            f"{name} still has this rank's own gradient: copy the averaged values back into the gradients.",
+            f"{name} still has this rank's own gradient: when the all-reduce has ended, copy the averaged values back.",
         )
         expect(
             not is_close(param.grad, mean * ranks),

@@ -33,7 +33,8 @@ class Buffers:
         bands = [band for buffer in self.buffers for band in (buffer[:BAND], buffer[-BAND:])]
         expect(
             all(bool((band == BAND_VALUE).all()) for band in bands),
-            "The kernel writes outside of its tensors: lanes beyond the end need a mask in each store.",
+            "The kernel writes outside of its tensors: lanes beyond the end need a mask in each store, and a row or a "
+            "tile must begin at its own place.",
         )
 
 

@@ -242,11 +242,12 @@ def check_clipping(answer: ModuleType, expected: dict[str, Any]) -> None:
     check_same_on_all_ranks(
         norms,
         "The norm differs between ranks: each rank clips by its own norm, so each slice is scaled by another "
-        "factor. Sum the squares over all ranks before the square root.",
+        "factor. Sum the squares over all ranks before the square root: give grad_norm the group self.shard_group.",
     )
     expect(
         is_close(norms[:1], expected["norms"][:1], 1e-5),
-        f"The norm is {norms[0]:.6f}, but one process has {expected['norms'][0]:.6f}.",
+        f"The norm is {norms[0]:.6f}, but one process has {expected['norms'][0]:.6f}. Add the squares over "
+        "the ranks, and return the norm before clipping.",
     )
     expect(
         is_close(norms, expected["norms"], 1e-5) and is_close(result["weights"], expected["weights"], 1e-5),
