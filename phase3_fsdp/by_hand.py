@@ -1,4 +1,4 @@
-"""FSDP written by hand, in about 130 lines of torch, for any nn.Module whose forward returns the loss.
+"""FSDP written by hand, in about 130 lines of torch, for an nn.Module whose forward returns the loss.
 
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/by_hand.py
 
@@ -58,7 +58,7 @@ class Unit:
 
     def start_all_gather(self) -> None:
         """Start to all-gather the full parameters. On a GPU, NCCL does this on a stream of its own."""
-        if not self.is_full and self.pending is None:
+        if self.params and not self.is_full and self.pending is None:
             padded = [pad(shard.detach().to(self.dtype), size) for shard, size in self._shards_and_sizes()]
             sent = torch.cat(padded)  # (S,): this rank's rows of all parameters
             received = sent.new_empty(self.ranks * len(sent))
@@ -127,9 +127,17 @@ class HandmadeFSDP:
     Attributes:
         units: the root, then those of the blocks.
         is_last: whether the next backward pass reduces the gradients. Before, gradients are accumulated in full.
+
+    Raises:
+        ValueError: a parameter is frozen or has no rows.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype = torch.float32) -> None:
+        for name, param in model.named_parameters():
+            if not param.requires_grad or not param.dim() or not param.numel():
+                raise ValueError(
+                    f"{name} is frozen or has no rows: `minimal.py` also trains models with frozen parameters"
+                )
         self.model, self.is_last = model, True
         inner = {param for block in blocks for param in block.parameters()}
         root = [param for param in model.parameters() if param not in inner]

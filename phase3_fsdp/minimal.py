@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -94,9 +95,16 @@ def shard_units(model: nn.Module, units: Iterable[nn.Module], device: torch.devi
     """Call `fully_shard` on every unit, then on the root, which has the parameters that no other unit has."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for unit in units:
+    model.forward_order = 0  # type: ignore[assignment]
+    for number, unit in enumerate(units):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
+        unit.register_forward_pre_hook(partial(note_forward, model, number))
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # also after an evaluation
+
+
+def note_forward(model: nn.Module, number: int, *_: Any) -> None:
+    """Put the forward pass of a unit into the hash of the order in which units have computed."""
+    model.forward_order = hash((model.forward_order, number))  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -141,8 +149,9 @@ def train_step(
 
     Raises:
         TypeError: the model is not sharded.
-        ValueError: the ranks have other numbers of micro-batches, or other parameters have gradients; or the optimizer
-            has a parameter that is not in the model.
+        ValueError: the ranks have other numbers of micro-batches, their units compute in another order (skip the same
+            layers on every rank), or other parameters have gradients; or the optimizer has a parameter that is not in
+            the model.
         RuntimeError: an earlier step failed. FSDP may still have its gradients, also after `zero_grad`.
     """
     if not isinstance(model, FSDPModule):
@@ -159,6 +168,7 @@ def train_step(
         loss = model(*micro_batch)
         loss_sum += loss.detach()
         (loss / len(micro_batches)).backward()
+    check_same_on_all_ranks("orders of units", [model.forward_order], device)  # type: ignore[list-item]
     check_same_on_all_ranks("parameters with a gradient", [int(p.grad is not None) for p in model.parameters()], device)
     # The gradients are DTensors, so this all-reduces the sum of squares.
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)

@@ -119,6 +119,35 @@ def test_it_trains_like_the_full_model(kind, mode, ranks):
     assert sum(report["stored"] for report in reports) == reports[0]["params"]
 
 
+def train_without_root() -> list[tuple[float, float]]:
+    """Train a model without parameters in its root; on one rank, with both micro-batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    sharded = HandmadeFSDP(nn.Sequential(model, MeanSquare()), list(model))
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.05)
+    batches = [(torch.linspace(-1, i, 6).view(2, 3),) for i in range(2)]
+    return [sharded.train_step(optimizer, batches[dist.get_rank() :: dist.get_world_size()], 0.5) for _ in range(3)]
+
+
+class MeanSquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def test_a_root_may_be_empty():
+    one, two = (run_on_ranks(train_without_root, ranks, show=False)[0] for ranks in (1, 2))
+    assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), None])
+def test_parameters_that_it_cannot_shard_are_refused(shape):
+    """Scalars, parameters without elements and frozen ones get one sentence with their name."""
+    model = nn.Module()
+    model.odd = nn.Parameter(torch.ones(shape if shape is not None else (2, 2)), requires_grad=shape is not None)
+    with pytest.raises(ValueError, match="odd is frozen or has no rows"):
+        HandmadeFSDP(model, [])
+
+
 def test_low_precision_halves_the_bytes():
     """In bfloat16, the all-gathers have half the bytes, and losses are near those of fp32. Shards stay in fp32."""
     for report in run_on_ranks(train_by_hand, 2, "gpt", "none", torch.bfloat16, show=False):

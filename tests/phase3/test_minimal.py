@@ -453,6 +453,10 @@ def use_ranks_differently(folder: str) -> None:
         minimal.train_step(model, optimizer, batches(0, count=1 + rank), 0)
     with pytest.raises(ValueError, match="different parameters with a gradient"):
         minimal.train_step(model, optimizer, batches(rank), 0)
+    skipping = minimal.build_sharded_model(NoisyLayers, lambda m: m.layers, lambda _, full: full.fill_(1.0), device)
+    with pytest.raises(ValueError, match="different orders of units"):  # every layer gets a gradient on every rank
+        optimizer = torch.optim.SGD(skipping.parameters(), lr=0.1)
+        minimal.train_step(skipping, optimizer, batches(rank) + batches(1 - rank), 0)
 
 
 def test_ranks_that_differ_are_refused(tmp_path):
