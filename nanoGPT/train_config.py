@@ -14,28 +14,38 @@ PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's models
 StepChoice = int | Literal["best"] | None  # a checkpoint of a run; None: the newest
 
 
-GPU_DEFAULTS: dict[str, object] = {
-    "dataset": "shakespeare",
-    "batch_size": 12,
-    "block_size": 1024,
-    "gradient_accumulation_steps": 16,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "learning_rate": 6e-4,
-    "min_lr": 6e-5,
-    "beta2": 0.95,
-    "max_iters": 500,
-    "warmup_iters": 50,
-    "eval_interval": 100,
-    "eval_iters": 64,
-    "compile": True,
-}
-
-
 @dataclass
 class TrainConfig(Flags):
-    """GPT-2 training. The defaults depend on the device: a small character model on a CPU, GPT-2 124M on a GPU."""
+    """GPT-2 training. The defaults depend on the device: a small character model on a CPU, GPT-2 124M on a GPU.
+
+    Attributes:
+        GPU_DEFAULTS: the defaults on a GPU that differ.
+        FOREIGN_FLAGS: flags of other trainers that people type, and what to use instead.
+    """
+
+    GPU_DEFAULTS = {
+        "dataset": "shakespeare",
+        "batch_size": 12,
+        "block_size": 1024,
+        "gradient_accumulation_steps": 16,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "learning_rate": 6e-4,
+        "min_lr": 6e-5,
+        "beta2": 0.95,
+        "max_iters": 500,
+        "warmup_iters": 50,
+        "eval_interval": 100,
+        "eval_iters": 64,
+        "compile": True,
+    }
+    FOREIGN_FLAGS = {
+        "backend": "leave it out: the backend follows the device, which --device selects",
+        "wandb_log": "use --track=wandb instead, a flag of the observer operate",
+        "wandb_project": "set the environment variable WANDB_PROJECT instead",
+        "wandb_run_name": "set the environment variable WANDB_NAME instead",
+    }
 
     # data
     dataset: str = "shakespeare_char"
@@ -124,11 +134,6 @@ class TrainConfig(Flags):
     """random seed of initialization, batches and dropout"""
     observers: str = field(default_factory=find_default_observers)
     """modules that observe the run, such as operate,measure,my_metrics; they may add flags; empty: none"""
-
-    @classmethod
-    def gpu_defaults(cls) -> dict[str, object]:
-        """Return the defaults on a GPU that differ from those of the class."""
-        return GPU_DEFAULTS
 
     def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
         """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""

@@ -43,6 +43,8 @@ AUTO_EAGER = ("attention", "embedding", "gelu", "layernorm", "loss")
 class TritonConfig(TrainConfig):
     """GPT-2 training with Triton kernels. On a CPU the kernels are interpreted, so the default model is small."""
 
+    GPU_DEFAULTS = {**TrainConfig.GPU_DEFAULTS, "kernels": "auto"}
+
     kernels: str = "all"
     """kernels to use: all, none, auto, or a list such as layernorm,loss from
     adamw,attention,embedding,gelu,layernorm,loss. The default on a GPU is auto: loss with --compile=True, else all but
@@ -67,11 +69,6 @@ class TritonConfig(TrainConfig):
     """steps between evaluations"""
     eval_iters: int = 16
     """micro-batches per evaluation, in total over all ranks"""
-
-    @classmethod
-    def gpu_defaults(cls) -> dict[str, object]:
-        """Return the defaults on a GPU: also the kernels that are expected to be faster."""
-        return {**super().gpu_defaults(), "kernels": "auto"}
 
     def check(self, world_size: int) -> None:
         """Check that the attention kernel supports the heads' size.

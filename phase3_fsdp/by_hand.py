@@ -135,9 +135,7 @@ class HandmadeFSDP:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype = torch.float32) -> None:
         for name, param in model.named_parameters():
             if not param.requires_grad or not param.dim() or not param.numel():
-                raise ValueError(
-                    f"{name} is frozen or has no rows: `minimal.py` also trains models with frozen parameters"
-                )
+                raise ValueError(f"{name} is frozen or has no rows: use `minimal.py`, or give a scalar the shape (1,)")
         self.model, self.is_last = model, True
         inner = {param for block in blocks for param in block.parameters()}
         root = [param for param in model.parameters() if param not in inner]

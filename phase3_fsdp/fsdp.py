@@ -13,7 +13,6 @@ Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023).
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from nanoGPT.distributed.environment import count_cores
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard, row_range
 from nanoGPT.errors import ConfigError, import_optional
@@ -42,6 +42,8 @@ KERNELS = "phase2_triton.apply"  # loaded only if --kernels asks for kernels
 @dataclass
 class FsdpConfig(TrainConfig):
     """GPT-2 training with FSDP. The defaults are the baseline's, so that the loss curves can be compared."""
+
+    FOREIGN_FLAGS = {**TrainConfig.FOREIGN_FLAGS, "fsdp_min_num_params": "use --fsdp_wrap=1e6 instead"}
 
     fsdp_wrap: str = "block"
     """the units: block (every block), or the minimum number of parameters of a unit, a module with submodules: 1e6"""
@@ -154,7 +156,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
         model.compile_by_block()
     if config.fsdp_cpu_offload and run.device.type == "cuda":
         # The optimizer runs on this rank's share of the cores. The launcher gives each rank one thread.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // run.local_world_size))
+        torch.set_num_threads(max(1, count_cores() // run.local_world_size))
     shard_units(model, config, run)
     return model
 

@@ -7,7 +7,6 @@ The full model is traced (`bench/plan/trace.py`). `make plan` compares phases an
 """
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from bench.plan.planner import (
 from bench.plan.speed import GIB, GPUS, Gpu
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.environment import count_cores
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 
@@ -69,7 +69,7 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     seconds, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels)
     _, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
     peak = find_peak(traced.peaks, loss_workspace(row, job, config.batch_size), row)
-    ranks_per_core = max(1.0, ranks / (os.cpu_count() or 1)) if is_cpu else 1.0
+    ranks_per_core = max(1.0, ranks / count_cores()) if is_cpu else 1.0
     return RunPrediction(ranks_per_core * step_seconds, round(sum(peak.values())))
 
 

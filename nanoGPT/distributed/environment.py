@@ -137,6 +137,11 @@ def read_peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use, which in a container is often less than all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe_hardware(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU with its number of cores."""
     if device.type == "cuda":

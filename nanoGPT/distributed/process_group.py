@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanoGPT.distributed.environment import environment_number, master_address
+from nanoGPT.distributed.environment import count_cores, environment_number, master_address
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
 
@@ -34,7 +34,7 @@ def join_process_group(run: Runtime) -> None:
         ConfigError: the address is missing or wrong, or the port is in use.
         LostConnection: not all ranks came in time, or the connection to one was lost.
     """
-    if run.device.type == "cpu" and run.local_world_size > (os.cpu_count() or 1):
+    if run.device.type == "cpu" and run.local_world_size > count_cores():
         use_batch_scheduling()
     backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
     options: dict[str, Any] = {"timeout": run.timeout, "device_id": device_id}

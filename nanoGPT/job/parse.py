@@ -27,13 +27,6 @@ from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import PRETRAINED, C, StepChoice, TrainConfig, cpu_defaults, field_names
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
-FLAGS_OF_OTHERS = {  # flags of nanoGPT and of older trainers, and what to use instead
-    "backend": "leave it out: the backend follows the device, which --device selects",
-    "fsdp_min_num_params": "use --fsdp_wrap=1e6 instead",
-    "wandb_log": "use --track=wandb instead, a flag of the observer operate",
-    "wandb_project": "set the environment variable WANDB_PROJECT instead",
-    "wandb_run_name": "set the environment variable WANDB_NAME instead",
-}
 CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
 
 
@@ -58,7 +51,7 @@ def parse(
         SystemExit: with code 0, after `--help`.
     """
     flags = [word for word in join_flag_values(argv) if not is_config_file(word)]
-    check_names(flags)
+    check_names(config_class, flags)
     if file_values is None:
         file_values = read_config_files(config_class, argv, trainer)
     model = find_model(config_class, flags, file_values)
@@ -66,7 +59,7 @@ def parse(
     check_flags_of_models(config_class, [name_of_flag(flag) for flag in flags])
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
     on_gpu = uses_gpu(flags, file_values)
-    defaults = config_class.gpu_defaults() if on_gpu else cpu_defaults(config_class, world_size)
+    defaults = config_class.GPU_DEFAULTS if on_gpu else cpu_defaults(config_class, world_size)
     config = parse_flags(config_class, {**defaults, "model": model, **file_values}, flags)
     if config.init_from == "resume":
         out_dir = find_run_to_resume(config_class, config.out_dir)
@@ -125,15 +118,15 @@ def find_run_to_resume(config_class: type[TrainConfig], out_dir: str) -> str:
     return str(find_newest_run(Path(out_dir).glob(f"{package_of(config_class)}-*")) or out_dir)
 
 
-def check_names(flags: list[str]) -> None:
-    """Check that no flag is one of nanoGPT that this trainer does not have.
+def check_names(config_class: type[TrainConfig], flags: list[str]) -> None:
+    """Check that no flag is one of another trainer, which this trainer does not have.
 
     Raises:
-        ConfigError: a flag is; the message has the replacement.
+        ConfigError: a flag is; the message says what to use instead.
     """
     for name in map(name_of_flag, flags):
-        if name in FLAGS_OF_OTHERS:
-            raise ConfigError(f"--{name} is not a flag of this trainer: {FLAGS_OF_OTHERS[name]}")
+        if advice := config_class.FOREIGN_FLAGS.get(name):
+            raise ConfigError(f"--{name} is not a flag of this trainer: {advice}")
 
 
 def check_flags_of_models(config_class: type, names: Iterable[str]) -> None:
@@ -157,7 +150,7 @@ def is_config_file(word: str) -> bool:
     return not word.startswith("-") and word.endswith(".py")
 
 
-def read_config_files(config_class: type, argv: list[str], trainer: Path) -> dict[str, object]:
+def read_config_files(config_class: type[TrainConfig], argv: list[str], trainer: Path) -> dict[str, object]:
     """Execute the config files of a command line and return the values that they set. Later files take precedence."""
     words = join_flag_values(argv)
     files = {
@@ -212,7 +205,7 @@ def execute(path: Path) -> dict[str, object]:
     return values
 
 
-def check_file_values(config_class: type, path: Path, values: dict[str, object]) -> dict[str, object]:
+def check_file_values(config_class: type[TrainConfig], path: Path, values: dict[str, object]) -> dict[str, object]:
     """Return the values that a config file sets, in the types of their fields.
 
     Raises:
@@ -220,10 +213,8 @@ def check_file_values(config_class: type, path: Path, values: dict[str, object])
     """
     check_flags_of_models(config_class, values)
     for name in values:
-        if name in FLAGS_OF_OTHERS:
-            raise ConfigError(
-                f"config file {path} sets {name}, which is not a flag of this trainer: {FLAGS_OF_OTHERS[name]}"
-            )
+        if advice := config_class.FOREIGN_FLAGS.get(name):
+            raise ConfigError(f"config file {path} sets {name}, which is not a flag of this trainer: {advice}")
         if name not in field_names(config_class):
             advice = did_you_mean(name, field_names(config_class))
             raise ConfigError(

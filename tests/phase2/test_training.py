@@ -142,7 +142,7 @@ def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_s
 
     It is the default on a GPU. Phases 1 and 3 get the same kernels. The line that is printed names them.
     """
-    assert TritonConfig.gpu_defaults()["kernels"] == "auto" and "kernels" not in TrainConfig.gpu_defaults()
+    assert TritonConfig.GPU_DEFAULTS["kernels"] == "auto" and "kernels" not in TrainConfig.GPU_DEFAULTS
     assert parse_kernels(select_kernels(" Auto ", device_type, is_compiled, head_size)) == expected
     sharded = resolve_kernels(TrainConfig(n_embd=2 * head_size, n_head=2, compile=is_compiled), "auto", device_type)
     assert parse_kernels(sharded) == expected
