@@ -84,6 +84,11 @@ def train_by_hand(kind: str, mode: str, dtype: torch.dtype) -> dict[str, Any]:
         optimizers[1].zero_grad()
         results.append((*ours, torch.stack(losses).mean().item(), norm.item()))
     sizes = [sum(unit.sizes) * ranks * dtype.itemsize for unit in sharded.units]
+    root, *blocks = sizes
+    expected = 4 * (4 // ranks) * (root + 2 * sum(blocks))
+    if kind == "odd":  # a block that does not compute was only prefetched, by the block before it
+        first, second, third = blocks
+        expected = 4 * (4 // ranks) * (root + 2 * first + second) + 4 * (second + third)
     rows = [row_range(len(p), ranks, rank) for p in full.parameters()]
     shards = {id(param): shard for unit in sharded.units for param, shard in zip(unit.params, unit.shards, strict=True)}
     pairs = zip(model.parameters(), full.parameters(), rows, strict=True)
@@ -97,7 +102,7 @@ def train_by_hand(kind: str, mode: str, dtype: torch.dtype) -> dict[str, Any]:
         "evaluated": abs(evaluated),
         "is_free": not any(param.untyped_storage().nbytes() for unit in sharded.units for param in unit.params),
         "gathered": sum(unit.gathered for unit in sharded.units) - sum(sizes),  # without those of the evaluation
-        "formula": 4 * (4 // ranks) * (sizes[0] + 2 * sum(sizes[1:])),
+        "formula": expected,
         "stored": sum(shard.numel() for shard in sharded.parameters()),
         "params": sum(p.numel() for p in full.parameters()),
     }
@@ -107,15 +112,14 @@ def train_by_hand(kind: str, mode: str, dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize(("kind", "mode"), [("gpt", "none"), ("gpt", "checkpointing"), ("odd", "none")])
 def test_it_trains_like_the_full_model(kind, mode, ranks):
     """Losses and gradient norms are those of full training, for a GPT with and without activation checkpointing, and
-    for a model that is no GPT. At most the root and two blocks are full at once, a rank stores its rows only, and a GPT
-    all-gathers the bytes of the formula."""
+    for a model that is no GPT. At most the root and two blocks are full at once, a rank stores its rows only, and the
+    all-gathered bytes are those of the formula."""
     reports = run_on_ranks(train_by_hand, ranks, kind, mode, torch.float32, show=False)
     for report in reports:
         for loss, norm, full_loss, full_norm in report["results"]:
             assert loss == pytest.approx(full_loss, abs=1e-6) and norm == pytest.approx(full_norm, abs=1e-5)
         assert report["most"] <= 3 and report["is_free"] and report["evaluated"] < 1e-6 and report["gap"] < 1e-4
-        if kind == "gpt":
-            assert report["gathered"] == report["formula"]
+        assert report["gathered"] == report["formula"]
     assert sum(report["stored"] for report in reports) == reports[0]["params"]
 
 
