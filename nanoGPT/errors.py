@@ -21,8 +21,10 @@ from typing import Any
 
 STALLED = 4  # exit code
 MAX_MESSAGE_LENGTH, MAX_QUOTE = 1500, 600  # characters
+LOST_RANK = "has failed or was killed"
 # Messages of gloo, NCCL and this project from a rank that fails only because another rank has failed.
 LOST_PEER_MESSAGES = (
+    LOST_RANK,
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -90,6 +92,11 @@ class PeerFailed(Exception):
 
 class SaveError(Exception):
     """A checkpoint could not be saved. Earlier checkpoints remain valid. Every rank raises it. Exit code 1."""
+
+
+def blames_peer(error: object) -> bool:
+    """Return whether an error, or the text of one, means that a rank fails only because another rank has failed."""
+    return isinstance(error, PeerFailed) or any(words in str(error) for words in LOST_PEER_MESSAGES)
 
 
 def check_finite(step: int, loss: float, grad_norm: float | None = None) -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import STALLED, write_error_file
+from nanoGPT.errors import write_error_file
 from operate.device_progress import DeviceProgress
 from operate.run_files import replace_json
 from operate.watchdog import GRACE_SECONDS, StallDetector, dump_and_kill, is_child_of
@@ -227,13 +227,14 @@ class HeartbeatThread:
             torch.cuda.set_device(self.run.device)  # a new thread starts on GPU 0
         while not self.is_closing.wait(1.0):
             self.write_heartbeat()
-            if (message := self.detector.check(time.monotonic())) and not self.is_closing.is_set():
-                self._stop_process(message)
+            if (verdict := self.detector.check(time.monotonic())) and not self.is_closing.is_set():
+                self._stop_process(*verdict)
 
-    def _stop_process(self, message: str) -> None:
+    def _stop_process(self, code: int, message: str) -> None:
         """Write this process's stacks and exit. The first rank that responds also kills the ranks that do not respond.
 
         Args:
+            code: the exit code.
             message: why the job stops.
         """
         # If a disk or a terminal hangs too, faulthandler exits the process.
@@ -258,4 +259,4 @@ class HeartbeatThread:
             time.sleep(GRACE_SECONDS)
         if not write_error_file(message) and is_first:
             print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(STALLED)
+        os._exit(code)

@@ -35,7 +35,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from measure.memory_limits import check_memory
 from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.distributed.environment import RANK_VARIABLES
-from nanoGPT.errors import LOST_PEER_MESSAGES, STALLED, ConfigError
+from nanoGPT.errors import STALLED, ConfigError, blames_peer
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
@@ -164,7 +164,7 @@ def find_root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFa
             return 2, failure.timestamp
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return 0, failure.timestamp
-        is_consequence = any(words in failure.message for words in (*LOST_PEER_MESSAGES, "Signal 15"))
+        is_consequence = blames_peer(failure.message) or "Signal 15" in failure.message
         return (3 if is_consequence else 1), failure.timestamp
 
     return min(failures.items(), key=sort_key)
@@ -263,8 +263,10 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
         elastic_launch(copy_output(configure_agent(place, logs), folder), sys.executable)(*command)
         return 0
     except ChildFailedError as error:
-        if sentence := watch.verdict():
-            return report_exit(config, STALLED, sentence)
+        watch.read_heartbeats()
+        watch.report_killed_rank()
+        if (verdict := watch.verdict()) and verdict[0] == STALLED:
+            return report_exit(config, *verdict)
         rank, failure = find_root_cause(error.failures)
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
         return report_exit(config, code, f"rank {rank}: {reason}")
@@ -369,8 +371,7 @@ def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) 
     code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
     if code < 0:
         code, reason = explain_exit(code, "", received_signals)
-        sentence = watch.verdict()
-        code = report_exit(config, STALLED if sentence else code, sentence or f"rank 0: {reason}")
+        code = report_exit(config, *(watch.verdict() or (code, f"rank 0: {reason}")))
     elif code > 0:  # the rank has printed the reason
         append_to_log(config.out_dir, "launcher", f"exit code {code}")
     return code

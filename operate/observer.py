@@ -22,7 +22,8 @@ from measure.memory_limits import check_memory
 from nanoGPT import observers
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, blames_peer
+from nanoGPT.job.start import OWN_ERRORS
 from operate.agreement import check_agreement
 from operate.credentials import check_credentials
 from operate.device_progress import DeviceProgress, watch_device
@@ -142,6 +143,8 @@ class Observer(observers.Observer):
         if self.heartbeat:
             self.heartbeat.close()
             if error is not None:
+                if not isinstance(error, OWN_ERRORS) and not blames_peer(error):  # the other ranks do not know it
+                    self.heartbeat.detector.report_lost_rank(self.run.rank)
                 with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
                     self.stack_file.write("".join(traceback.format_exception(error)))
                     self.stack_file.flush()

@@ -30,7 +30,7 @@ from typing import Any
 import cloudpickle
 
 import phase2_triton  # noqa: F401  selects interpreted or compiled kernels; must run before Triton is imported
-from nanoGPT.errors import LOST_PEER_MESSAGES
+from nanoGPT.errors import blames_peer
 
 # Modules that the server process imports before it forks ranks. Without torch._dynamo in this list, every rank would
 # import it at the first optimizer or the first random number on the meta device. That takes 0.8 s.
@@ -201,7 +201,7 @@ def collect(started: list[tuple[Any, Connection]], timeout: float, show: bool) -
                 failures[rank] = content
                 deadline = min(deadline, time.monotonic() + 2)  # other failures may arrive, and one may be the cause
     if failures:
-        rank = min(failures, key=lambda r: any(message in failures[r] for message in LOST_PEER_MESSAGES))
+        rank = min(failures, key=lambda each: blames_peer(failures[each]))
         raise RankFailed(f"rank {rank} failed:\n{failures[rank]}")
     if len(results) < len(started):
         late = [rank for rank in range(len(started)) if rank not in results]

@@ -4,6 +4,7 @@ The ranks communicate through files under out_dir, a directory that all ranks sh
 
     heartbeat/rank{r}.json      the heartbeat of each rank, written every second
     stacks/stalled-{token}.txt  the message, written by the first process that detects the hang
+    stacks/lost-{token}.txt     the message if a rank is lost, written by that rank or by its launcher
 
 A rank that makes progress reads no heartbeats. On more than 64 ranks, heartbeats are read less often.
 
@@ -13,9 +14,14 @@ ranks cannot do this: a process may be stopped (SIGSTOP), or its main thread may
 SIGKILL. Another rank of the same launcher sends these signals, or `operate.launch` does. (If a single process was
 started without the launcher, no other process can send them.) The message names the rank with the least progress; if
 several ranks have made equally little progress, it names one that does not wait for other ranks.
+
+If a rank dies, the other ranks wait for it in a collective. A rank that waits for its GPU meanwhile can neither notice
+the loss nor handle SIGTERM. A rank that fails therefore writes a message, the launcher writes it for a rank that was
+killed, and the threads that write the heartbeats exit the other ranks within seconds, on other nodes too.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -26,12 +32,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoGPT.errors import LOST_RANK, STALLED
 from operate.run_files import read_json_object
 
 # A change of one of these fields of a heartbeat is progress. The host can queue work that keeps a GPU busy for minutes,
 # so the stages that the GPU has reached count too.
 PROGRESS = ("step", "stages_entered", "progress_reports", "device_stages")
 GRACE_SECONDS = 2.0  # time to write stacks before processes are stopped
+LOSS_SECONDS = 1.5  # without progress, after which a rank looks whether another rank was lost
 HAS_PROC = Path("/proc/self/stat").exists()
 MAX_CHECK_SECONDS = 2.0  # if more time passes between two checks, this process was suspended for the rest of it
 
@@ -97,22 +105,23 @@ class StallDetector:
         self.out_dir, self.world_size, self.stall_seconds = out_dir, world_size, stall_seconds
         self.rank, self.token = rank, token
         self.clock, self.last_check, self.next_read = 0.0, time.monotonic(), 0.0
+        self.start = time.time()
         self.read_period = min(max(stall_seconds / 20, 1.0), 15.0) * max(1.0, world_size / 64)  # seconds
         self.statuses: dict[int, RankStatus] = {}
 
-    def check(self, now: float) -> str | None:
-        """Return the message with which the job stops, or None if the job does not hang. Call it every second.
+    def check(self, now: float) -> tuple[int, str] | None:
+        """Return the exit code and the message with which the job stops, or None. Call it every second.
 
         Args:
             now: `time.monotonic()`. At most MAX_CHECK_SECONDS between two checks count: while this process was
                 suspended, it could not observe the progress of other ranks.
         """
         self.clock, self.last_check = self.clock + min(now - self.last_check, MAX_CHECK_SECONDS), now
-        own_status = None if self.rank is None else self.statuses.get(self.rank)
-        if own_status and self.clock - own_status.last_progress < 1 + self.read_period / 2:
+        idle = self.seconds_stalled(self.rank) if self.rank in self.statuses else math.inf
+        if idle < LOSS_SECONDS:
             return None  # this rank makes progress, so the job does not hang: read no files
-        if self.clock >= self.next_read:
-            self.next_read = self.clock + self.read_period
+        if idle > 1 + self.read_period / 2 and self.clock >= self.next_read:
+            self.next_read = self.clock + (self.read_period if self.statuses else 1)
             self.read_heartbeats()
             if self.is_stalled() and not self.verdict():
                 self._write_verdict(self.describe_culprit())
@@ -128,7 +137,7 @@ class StallDetector:
         folder = self.out_dir / "heartbeat"
         found = {rank: read_json_object(folder / f"rank{rank}.json") for rank in range(self.world_size)}
         if self.rank is None:
-            tokens = [each["run"] for each in found.values() if each and is_child_of(each, os.getpid())]
+            tokens = [each["run"] for each in found.values() if each and self.has_started(each)]
             if tokens and tokens[0] != self.token:
                 self.token, self.statuses = tokens[0], {}
         for rank, heartbeat in found.items():
@@ -148,24 +157,57 @@ class StallDetector:
         """Return the seconds since a rank last made progress."""
         return self.clock - self.statuses[rank].last_progress
 
+    def has_started(self, heartbeat: dict[str, Any]) -> bool:
+        """Return whether a heartbeat comes from a rank that this launcher has started; the rank may have exited."""
+        is_child = (heartbeat["host"], heartbeat["parent"]) == (socket.gethostname(), os.getpid())
+        return is_child and heartbeat["time"] > self.start
+
+    def report_killed_rank(self) -> bool:
+        """Write a message for all ranks if a rank of this launcher was killed. Return whether one was."""
+        for rank, status in self.statuses.items():
+            if self.has_started(status.heartbeat) and read_state_and_parent(status.heartbeat["pid"])[1] != os.getpid():
+                last_heartbeat = read_json_object(self.out_dir / "heartbeat" / f"rank{rank}.json")
+                if not last_heartbeat.get("ended"):
+                    self.report_lost_rank(rank)
+                    return True
+        return False
+
+    def report_lost_rank(self, rank: int) -> None:
+        """Write a message for all ranks: this rank was killed, or has failed for a reason of its own."""
+        with contextlib.suppress(OSError):
+            self._write_once("lost", f"rank {rank} {LOST_RANK}: the output of its node gives the reason")
+
     def is_responding(self, rank: int) -> bool:
         """Return whether a rank's heartbeat thread still writes heartbeats."""
         return self.clock - self.statuses[rank].last_heartbeat < max(self.stall_seconds / 2, 3.0)
 
-    def verdict(self) -> str | None:
-        """Return the message that a process has written about the hang; None if there is none."""
-        with contextlib.suppress(OSError):
-            text = (self.out_dir / "stacks" / f"stalled-{self.token}.txt").read_text()
-            return text.strip() if text.endswith("\n") else None
+    def verdict(self) -> tuple[int, str] | None:
+        """Return the exit code and the message that a process has written, about a hang or a lost rank; or None."""
+        for name, code in (("stalled", STALLED), ("lost", 1)):
+            with contextlib.suppress(OSError):
+                text = (self.out_dir / "stacks" / f"{name}-{self.token}.txt").read_text()
+                if text.endswith("\n"):
+                    return code, text.strip()
         return None
 
     def _write_verdict(self, message: str) -> None:
-        """Write the message, unless another process has already written one.
+        """Write the message about a hang.
 
-        If the message cannot be written, heartbeats cannot be written either. All ranks then get another
-        `stall_seconds`.
+        If it cannot be written, heartbeats cannot be written either. All ranks then get another `stall_seconds`.
         """
-        path = self.out_dir / "stacks" / f"stalled-{self.token}.txt"
+        try:
+            self._write_once("stalled", message)
+        except OSError:
+            for status in self.statuses.values():
+                status.last_progress = self.clock
+
+    def _write_once(self, name: str, message: str) -> None:
+        """Write a message into stacks/, unless another process has already written it.
+
+        Raises:
+            OSError: it cannot be written. Then there is no file.
+        """
+        path = self.out_dir / "stacks" / f"{name}-{self.token}.txt"
         try:
             path.parent.mkdir(exist_ok=True)  # needed if the run's directory was deleted and created again
             with open(path, "x") as file:
@@ -175,8 +217,7 @@ class StallDetector:
         except OSError:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-            for status in self.statuses.values():
-                status.last_progress = self.clock
+            raise
 
     def describe_culprit(self) -> str:
         """Return the message that names the rank at fault.
@@ -244,13 +285,15 @@ def dump_and_kill(pids: list[int]) -> None:
 
 
 def watch_children(detector: StallDetector, find_pids: Callable[[], list[int]]) -> None:
-    """Wait until the job hangs, then kill the children that have not exited. A launcher runs this in a thread.
+    """Wait until the job hangs or loses a rank, then kill the children that have not exited.
+
+    A launcher runs this in a thread.
 
     Args:
         detector: the launcher's detector.
         find_pids: returns the process ids of the launcher's children.
     """
-    while not detector.check(time.monotonic()):
+    while not detector.check(time.monotonic()) and not detector.report_killed_rank():
         time.sleep(1.0)
-    time.sleep(2 * GRACE_SECONDS)  # ranks that respond exit in this time
+    time.sleep(3 * GRACE_SECONDS)  # ranks that respond exit in this time
     dump_and_kill(find_pids())

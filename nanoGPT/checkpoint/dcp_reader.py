@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError, PeerFailed, is_out_of_memory, quote_cause
+from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, is_out_of_memory, quote_cause
 from nanoGPT.files import open_regular, retry_reads
 
 INDEX = ".metadata"
@@ -99,7 +99,7 @@ def read_shards(reader: SafeReader, tensors: Mapping[str, Tensor], no_dist: bool
     except (ConfigError, PeerFailed, dist.DistError):
         raise
     except Exception as error:  # torch raises many kinds if a shard is damaged
-        if is_out_of_memory(error) or any(message in str(error) for message in LOST_PEER_MESSAGES):
+        if is_out_of_memory(error) or blames_peer(error):
             raise
         raise ConfigError(
             f"the shards in {reader.path} do not match their index or the model ({type(error).__name__}: "

@@ -21,13 +21,12 @@ from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import Runtime, create_runtime, pick_device, pick_dtype
 from nanoGPT.errors import (
-    LOST_PEER_MESSAGES,
     ConfigError,
     DivergedRanks,
     ExplainedError,
     NonFiniteLoss,
-    PeerFailed,
     SaveError,
+    blames_peer,
     did_you_mean,
     report_failure,
 )
@@ -201,7 +200,7 @@ def report_job_errors(
     except BaseException as error:
         sentence = explain(error)
         if sentence is None:
-            if not isinstance(error, PeerFailed) and not any(words in str(error) for words in LOST_PEER_MESSAGES):
+            if not blames_peer(error):
                 traceback.print_exc()
             sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         code = report_failure(1, sentence)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
-from nanoGPT.errors import LOST_PEER_MESSAGES, ConfigError
+from nanoGPT.errors import ConfigError, blames_peer
 from operate.run_files import read_by_rank, read_heartbeats, read_json_lines, read_json_object
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
@@ -62,10 +62,7 @@ class Evidence:
     @property
     def root_failure(self) -> tuple[int, str] | None:
         """The first rank that failed by itself, and its error. Ranks that only lost their peer do not count."""
-        own_failures = (
-            (r, text) for r, text in self.failures.items() if not any(each in text for each in LOST_PEER_MESSAGES)
-        )
-        return next(own_failures, None)
+        return next(((rank, text) for rank, text in self.failures.items() if not blames_peer(text)), None)
 
     def location(self, rank: int) -> str:
         """Return the innermost line of this repository in the rank's last stack; "" if there is none.

@@ -21,7 +21,7 @@ from nanoGPT.errors import STALLED
 from operate.device_progress import DeviceProgress
 from operate.heartbeat import HeartbeatThread, inspect_threads
 from operate.watchdog import StallDetector
-from tests.helpers.programs import DEADLINE, LONG_RUN, Program, make_flags, wait_until
+from tests.helpers.programs import DEADLINE, LONG_RUN, Program, await_steps, find_free_port, make_flags, wait_until
 from tests.helpers.training import call_train, tiny
 from workshop.ranks import start_ranks
 
@@ -58,8 +58,9 @@ class SimulatedJob:
             self.now += 1.0
             for rank, changes in heartbeats.items():
                 self.write_heartbeat(rank, **changes)
-            if message := self.detector.check(self.now):
-                return message
+            if verdict := self.detector.check(self.now):
+                assert verdict[0] == STALLED
+                return verdict[1]
         return None
 
 
@@ -343,3 +344,24 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
         check_stalled_launcher(launcher, 1, tmp_path / "locked")
     finally:
         launcher.kill()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fault", "code", "reason"),
+    [(1, "fails", 1, "a planted error"), (2, "killed", 137, "it was killed by SIGKILL")],
+)
+def test_the_death_of_a_rank_ends_ranks_that_cannot_notice_it(nodes, fault, code, reason, tmp_path):
+    """A rank dies while the other one waits as for a GPU: on both nodes the job ends within seconds and names it."""
+    words = ["phase3_fsdp/train.py", *make_flags(**{**LONG_RUN, "n_layer": 1, "out_dir": tmp_path})]
+    words += ["--observers=operate,tests.helpers.deaf"]
+    place = [f"--gpus={2 // nodes}", f"--nnodes={nodes}", "--master_addr=127.0.0.1"]
+    environment = {"MASTER_PORT": find_free_port(), "FAULT": fault}
+    programs = [Program("operate.launch", *place, f"--node_rank={i}", *words, **environment) for i in range(nodes)]
+    await_steps(tmp_path, 2, programs[0])
+    begin = time.monotonic()
+    outputs = [each.communicate()[0] for each in programs]
+    assert time.monotonic() - begin < 25, outputs  # the elastic agent alone waits 30 s, and another node 1,000 s
+    assert [each.returncode for each in programs] == [1, code][-nodes:], outputs
+    lines = [output.splitlines()[-1] for output in outputs]
+    assert lines[-1].startswith("error: rank 1: ") and reason in lines[-1], outputs
+    assert nodes == 1 or "rank 1 has failed or was killed" in lines[0], outputs
