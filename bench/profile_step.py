@@ -73,10 +73,12 @@ class Observer(observers.Observer):
         if step == FIRST:
             wait_for_collectives()
             self.profiler.start()
+        torch.get_device_module(self.run.device).synchronize()  # on a CPU, it does nothing
         self.span = torch.profiler.record_function(f"step {step}")
         self.span.__enter__()
 
     def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
+        torch.get_device_module(self.run.device).synchronize()  # on a CPU, it does nothing
         self.span.__exit__(None, None, None)
         if step == LAST:
             wait_for_collectives()
@@ -110,13 +112,13 @@ def wait_for_collectives() -> None:
 def collect_spans(events: Any) -> dict[str, list[tuple[str, float, float]]]:
     """Return the spans of steps, computation and communication: name, begin and end (ms), sorted by begin.
 
-    Times are relative to the begin of the first step. On a GPU, all spans are those of the GPU.
+    Times are relative to the begin of the first step. On a GPU, computation and communication are those of the GPU. The
+    steps are those of the host, which waits for the GPU at their ends: the profiler also reports a named range for each
+    stream of the GPU, but only with the kernels that this thread has started directly.
     """
     uses_gpu = any(event.device_type == DeviceType.CUDA for event in events)
     spans: dict[str, list[tuple[str, float, float]]] = {"step": [], "computation": [], "communication": []}
-    # On a GPU, a step lasts from its first kernel to its last: the host queues kernels long before they run.
-    named_steps = [each for each in events if each.name.startswith("step ")]
-    steps = [each for each in named_steps if (each.device_type == DeviceType.CUDA) == uses_gpu] or named_steps
+    steps = [each for each in events if each.name.startswith("step ") and each.device_type == DeviceType.CPU]
     zero, thread = min(event.time_range.start for event in steps), steps[0].thread
     for event in events:
         span = (event.name, (event.time_range.start - zero) / 1e3, (event.time_range.end - zero) / 1e3)

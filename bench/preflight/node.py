@@ -1,5 +1,6 @@
 """Check one node before a run: its devices, its disk, its settings, and what the planner predicts."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -20,13 +21,15 @@ from nanoGPT.train_config import TrainConfig
 MIN_FREE_GPU_MEMORY = 0.95  # fraction of a GPU's memory that must be free
 MAX_TEMPERATURE, MAX_UTILIZATION = 80, 10  # degrees Celsius and percent of an idle GPU
 MIN_OPEN_FILES = 1024
-GPU_FIELDS = (  # the first one identifies the GPU, also with CUDA_VISIBLE_DEVICES
+GPU_FIELDS = (  # of nvidia-smi. uuid identifies the GPU, also with CUDA_VISIBLE_DEVICES
     "uuid",
+    "memory.free",
+    "memory.total",
     "temperature.gpu",
     "utilization.gpu",
     "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.hw_slowdown",
 )
+SLOWDOWNS = ("clocks_event_reasons.hw_slowdown", "clocks_throttle_reasons.hw_slowdown")  # since driver 535, and before
 
 
 def read_available_memory() -> int | None:
@@ -40,40 +43,39 @@ def read_available_memory() -> int | None:
 
 
 def check_gpus(ranks: int) -> Iterator[Check]:
-    """Check that every GPU of this node's ranks is idle, cool and without memory errors."""
+    """Check that every GPU of this node's ranks is idle, cool and without memory errors.
+
+    This process creates no CUDA context on the GPUs, because another context would disturb the ranks.
+    """
     states = {state["uuid"].removeprefix("GPU-"): state for state in query_gpus()}
     for index in range(ranks):
-        name = torch.cuda.get_device_name(index)
-        free, total = torch.cuda.mem_get_info(index)
-        subject = f"GPU {index}"
-        finding = f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
-        state = states.get(str(torch.cuda.get_device_properties(index).uuid), {})
-        finding += "".join(f", {name} {state[name]}" for name in GPU_FIELDS[1:] if name in state)
-        problems = find_gpu_problems(state, free / total)
+        gpu = torch.cuda.get_device_properties(index)
+        state = states.get(str(gpu.uuid), {})
+        finding = ", ".join([gpu.name, *(f"{name} {value}" for name, value in state.items() if name != "uuid")])
+        problems = find_gpu_problems(state)
         remedy = "; ".join(remedy for _, remedy in problems)
         result = "fail" if any(is_fatal for is_fatal, _ in problems) else "warn" if problems else "pass"
-        yield Check(subject, result, finding, remedy)  # type: ignore[arg-type]
+        yield Check(f"GPU {index}", result, finding, remedy)  # type: ignore[arg-type]
     if not states:
-        yield Check("GPU health", "skip", "nvidia-smi gives no answer", "install nvidia-smi to check temperatures")
+        yield Check("GPU health", "skip", "nvidia-smi gives no answer", "install nvidia-smi to check the GPUs")
 
 
 def query_gpus() -> list[dict[str, str]]:
-    """Return GPU_FIELDS of every GPU, from nvidia-smi; an empty list if it gives no answer."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return [dict(zip(GPU_FIELDS, row, strict=False)) for row in rows]
+    """Return GPU_FIELDS and "slowdown" of every GPU, from nvidia-smi; an empty list if it gives no answer."""
+    for slowdown in SLOWDOWNS:
+        command = ["nvidia-smi", f"--query-gpu={','.join((*GPU_FIELDS, slowdown))}", "--format=csv,noheader,nounits"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            names = (*GPU_FIELDS, "slowdown")
+            return [dict(zip(names, line.split(", "), strict=False)) for line in done.stdout.splitlines()]
+    return []
 
 
-def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple[bool, str]]:
+def find_gpu_problems(state: dict[str, str]) -> list[tuple[bool, str]]:
     """Return the problems of a GPU: whether each is fatal, and its remedy.
 
     Args:
-        state: of GPU_FIELDS, as nvidia-smi prints them; a value that it does not know is in brackets.
-        free_fraction: of the GPU's memory.
+        state: from `query_gpus`. A value that nvidia-smi does not know is in brackets.
     """
     known = {name: int(value) for name, value in state.items() if value.isdigit()}
     limits = (
@@ -82,9 +84,10 @@ def find_gpu_problems(state: dict[str, str], free_fraction: float) -> list[tuple
         ("ecc.errors.uncorrected.volatile.total", 0, True, "its memory has uncorrected errors: replace the GPU"),
     )
     problems = [(is_fatal, text) for name, limit, is_fatal, text in limits if known.get(name, 0) > limit]
+    free_fraction = known.get("memory.free", 1) / known.get("memory.total", 1)  # both are known, or neither
     if free_fraction < MIN_FREE_GPU_MEMORY:
         problems.append((free_fraction < 0.5, "another process uses its memory: find it with nvidia-smi"))
-    if state.get("clocks_throttle_reasons.hw_slowdown") == "Active":
+    if state.get("slowdown") == "Active":
         problems.append((False, "its clock is reduced: check power and cooling"))
     return problems
 
@@ -130,13 +133,10 @@ def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) ->
 
 
 def check_settings(on_gpu: bool, is_multi_node: bool) -> Iterator[Check]:
-    """Check limits of the operating system, and environment variables of NCCL and of torch's allocator."""
+    """Check limits of the operating system, and environment variables of NCCL and of CUDA."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     problems = {
         f"ulimit -n is {files}: raise it to {MIN_OPEN_FILES} or more": 0 <= files < MIN_OPEN_FILES,
-        "set PYTORCH_ALLOC_CONF=expandable_segments:True, which reduces fragmentation": on_gpu
-        and "expandable_segments" not in allocator,
         "if NCCL chooses the wrong network interface, set NCCL_SOCKET_IFNAME": on_gpu
         and is_multi_node
         and "NCCL_SOCKET_IFNAME" not in os.environ,

@@ -33,27 +33,23 @@ LARGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # of an all-reduce that meas
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 MIN_BANDWIDTH = 0.3  # fraction of the link of the data sheet
 MAX_SLOWNESS = {"cpu": 2.0, "cuda": 1.2}  # of the slowest rank, compared with the median
+WARMUP_PRODUCTS = {"cpu": 1, "cuda": 500}  # about 0.1 s on an H100, in which an idle GPU raises its clock
 WRITE_BYTES = 64 << 20  # per node, to measure the speed of the disk
 SHARE_SECONDS = 5.0  # in which all nodes must see a new file
 MAX_SAVE_SECONDS = 120.0
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def time_calls(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the median duration of a call in seconds, after one call as a warm-up."""
+def time_calls(work: Callable[[], object], repeats: int, device: torch.device, warmup: int = 1) -> float:
+    """Return the median duration of a call in seconds, after `warmup` calls. All ranks make the same number of calls."""
+    synchronize = torch.get_device_module(device).synchronize  # on a CPU, it does nothing
     durations = []
-    for _ in range(repeats + 1):
-        synchronize(device)
+    for _ in range(warmup + repeats):
+        synchronize()
         begin = time.perf_counter()
         work()
-        synchronize(device)
+        synchronize()
         durations.append(time.perf_counter() - begin)
-    return statistics.median(durations[1:])
+    return statistics.median(durations[warmup:])
 
 
 def check_collectives(run: Runtime) -> Check:
@@ -99,7 +95,7 @@ def check_slowest_rank(run: Runtime) -> Check:
     size = 4096 if run.device.type == "cuda" else 512
     a = torch.rand(size, size, device=run.device, dtype=run.dtype)
     run.barrier()
-    times = run.gather(time_calls(lambda: a @ a, 10, run.device))
+    times = run.gather(time_calls(lambda: a @ a, 10, run.device, WARMUP_PRODUCTS[run.device.type]))
     median, slowest = statistics.median_low(times), max(range(run.world_size), key=times.__getitem__)
     ratio = times[slowest] / median
     finding = f"a {size} x {size} matrix product takes {1e3 * median:.2f} ms; rank {slowest} takes {ratio:.2f} x that"

@@ -13,7 +13,12 @@ from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import TINY, tiny
 from workshop.ranks import run_on_ranks
 
-HEALTHY = dict(zip(node.GPU_FIELDS, ("GPU-1", "45", "0", "0", "Not Active"), strict=True))
+NAMES = (*node.GPU_FIELDS, "slowdown")
+HEALTHY = dict(zip(NAMES, ("GPU-1", "80995", "81559", "45", "0", "0", "Not Active"), strict=True))
+OLD_NVIDIA_SMI = """#!/bin/sh
+case "$1" in *event_reasons*) echo 'Field "clocks_event_reasons.hw_slowdown" is not a valid field'; exit 2;; esac
+echo "GPU-1, 30000, 81559, 45, 0, 0, Not Active"
+"""
 SMALL = {**TINY, "n_layer": 1, "gradient_accumulation_steps": 2}
 
 
@@ -23,7 +28,7 @@ def run_rank_checks(out_dir: Path) -> tuple[list[Check], list[Check]]:
     good = ranks.run_checks(run, out_dir, bytes_per_save=10**6)
     if run.rank == 1:
         time_calls = ranks.time_calls
-        ranks.time_calls = lambda work, repeats, device: 1000 * time_calls(work, repeats, device)
+        ranks.time_calls = lambda *arguments: 1000 * time_calls(*arguments)
     if run.rank == 2:
         all_reduce = dist.all_reduce
         dist.all_reduce = lambda tensor, *args, **options: (all_reduce(tensor, *args, **options), tensor.add_(1))[0]
@@ -46,20 +51,30 @@ def test_checks_of_ranks_pass_or_name_the_rank_at_fault(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "free", "is_fatal", "word"),
+    ("changes", "is_fatal", "word"),
     [
-        ({}, 0.3, True, "another process"),
-        ({"temperature.gpu": "91"}, 1.0, False, "hot"),
-        ({"ecc.errors.uncorrected.volatile.total": "2"}, 1.0, True, "uncorrected"),
-        ({"clocks_throttle_reasons.hw_slowdown": "Active"}, 1.0, False, "clock"),
+        ({"memory.free": "30000"}, True, "another process"),
+        ({"temperature.gpu": "91"}, False, "hot"),
+        ({"ecc.errors.uncorrected.volatile.total": "2"}, True, "uncorrected"),
+        ({"slowdown": "Active"}, False, "clock"),
     ],
 )
-def test_gpu_problems_have_remedies(changes, free, is_fatal, word):
+def test_gpu_problems_have_remedies(changes, is_fatal, word):
     """Each problem of a GPU is found; a healthy GPU has none, also if nvidia-smi does not know a value."""
-    ((fatal, remedy),) = node.find_gpu_problems({**HEALTHY, **changes}, free)
+    ((fatal, remedy),) = node.find_gpu_problems({**HEALTHY, **changes})
     assert fatal == is_fatal and word in remedy
-    assert node.find_gpu_problems(HEALTHY, 1.0) == []
-    assert node.find_gpu_problems(dict.fromkeys(node.GPU_FIELDS, "[N/A]"), 1.0) == []
+    assert node.find_gpu_problems(HEALTHY) == []
+    assert node.find_gpu_problems(dict.fromkeys(NAMES, "[N/A]")) == []
+
+
+def test_an_old_driver_answers_too(tmp_path, monkeypatch):
+    """A driver before 535 knows only the old name of the reasons for a low clock. Without nvidia-smi, nothing is known."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert node.query_gpus() == []
+    path = tmp_path / "nvidia-smi"
+    path.write_text(OLD_NVIDIA_SMI)
+    path.chmod(0o755)
+    assert node.query_gpus() == [{**HEALTHY, "memory.free": "30000"}]
 
 
 def test_a_run_that_does_not_fit_fails(tmp_path, monkeypatch):

@@ -48,18 +48,22 @@ def make_event(name: str, begin: float, end: float, device: DeviceType, is_annot
     )
 
 
-def test_annotations_do_not_count_as_computation():
-    """Annotations on a GPU, which contain waiting, do not count as computation. The host is ahead of the GPU."""
+def test_the_steps_on_a_gpu_are_those_of_the_host():
+    """On a GPU, a step is counted once, however many streams repeat its name, and contains its optimizer.
+
+    Annotations on a GPU, which contain waiting, do not count as computation.
+    """
     events = [
-        make_event("step 2", 0, 10, DeviceType.CUDA, is_annotation=True),
-        make_event("step 2", -20, -16, DeviceType.CPU),
+        make_event("step 2", 0, 10, DeviceType.CPU),
+        *(make_event("step 2", 1, 5, DeviceType.CUDA, is_annotation=True) for _ in range(3)),  # one per stream
+        make_event("adamw", 8, 9, DeviceType.CUDA),
         make_event("FSDP::post_backward", 0, 9, DeviceType.CUDA, is_annotation=True),
         make_event("gemm", 1, 3, DeviceType.CUDA),
         make_event("## Call CompiledFxGraph a ##", 4, 5, DeviceType.CUDA, is_annotation=True),
         make_event("ncclDevKernel_AllReduce", 2, 8, DeviceType.CUDA),
     ]
     summary = summarize(collect_spans(events))
-    assert summary["computation_ms"] == 2.0 and summary["communication_ms"] == 6.0
+    assert summary["computation_ms"] == 3.0 and summary["communication_ms"] == 6.0
     assert summary["overlap"] == pytest.approx(1 / 6) and summary["step_ms"] == 10.0
 
 
