@@ -5,7 +5,7 @@ sharded over S ranks. A rank stores 16P/S bytes of state. Its communication volu
 (S-1)/S times
 
     all-gather         M (2P - P_root)    each unit in the forward and in the backward pass, the root once
-                       M P                with fsdp_reshard_after_forward=False
+                       P                  once per step with fsdp_reshard_after_forward=False
     reduce-scatter     P, or M P          once per step, or with fsdp_sync_every_micro_batch after every backward pass
 
 and with R > 1 replicas also 2 (R-1)/R times P/S for the all-reduce. An all-gathered element has the bytes of `dtype`, a
@@ -83,9 +83,9 @@ def expected_traffic(model: GPT, config: FsdpConfig, run: Runtime) -> Collective
     reductions = micro_batches if config.fsdp_sync_every_micro_batch else 1
     for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
         size = count_padded_elements(unit, num_shards)
-        gathers = 1 if unit is model or not config.fsdp_reshard_after_forward else 2
+        gathers = micro_batches * (1 if unit is model else 2) if config.fsdp_reshard_after_forward else 1
         if num_shards > 1:
-            traffic["all-gather", num_shards] += micro_batches * gathers * size * run.dtype.itemsize
+            traffic["all-gather", num_shards] += gathers * size * run.dtype.itemsize
             traffic["reduce-scatter", num_shards] += reductions * size * 4
         if replicas > 1:
             traffic["all-reduce", replicas] += 4 * size // num_shards

@@ -290,15 +290,21 @@ def copy_own_rows(target: Tensor, full: Tensor) -> None:
 
 
 def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool) -> None:
-    """Set whether the next backward reduces gradients; call it before each micro-batch.
+    """Set whether the next backward reduces gradients and frees parameters; call it before each micro-batch.
 
     By default only the last micro-batch reduces gradients, and before it each rank accumulates full gradients. With
     `fsdp_sync_every_micro_batch` every micro-batch reduces, and a rank accumulates shards. In both cases, the gradient
     shards are all-reduced between the replicas once per step.
+
+    With `fsdp_reshard_after_forward=False`, the parameters stay all-gathered until the last backward. This needs no
+    additional memory: at the end of each forward pass all of them are all-gathered.
     """
     assert isinstance(parallel_model, FSDPModule)
+    parallel_model.set_reshard_after_backward(last or config.fsdp_reshard_after_forward)
+    # SOLUTION
     parallel_model.set_requires_gradient_sync(last or config.fsdp_sync_every_micro_batch)
     parallel_model.set_requires_all_reduce(last)
+    # END SOLUTION
 
 
 def local_grads(parallel_model: nn.Module) -> list[Tensor]:

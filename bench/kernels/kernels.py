@@ -35,14 +35,15 @@ class Stopwatch:
     """A timer of calls: it uses CUDA events on a GPU, where calls are queued, and the clock on a CPU.
 
     On a GPU, a sleeping kernel runs before the first event. Meanwhile the host queues the kernels of the call, so the
-    time between the events contains no waiting for Python, if the host needs less than `SLEEP_MS`.
+    time between the events contains no waiting for Python. If the host needs longer, the call is timed again with
+    twice the sleep, up to MAX_SLEEP_MS.
     """
 
-    SLEEP_MS = 4
+    MAX_SLEEP_MS = 256
     CYCLES_PER_MS = 2_000_000  # of the fastest GPU; on a slower one the sleep is longer
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.cuda, self.sleep_ms = device.type == "cuda", 4
         self.flush_buffer = torch.empty(256 * 2**20 if self.cuda else 2**20, dtype=torch.int8, device=device)
 
     def time(self, call: Callable[[], Any]) -> float:
@@ -56,11 +57,15 @@ class Stopwatch:
             call()
             return 1000 * (time.perf_counter() - start)
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(self.SLEEP_MS * self.CYCLES_PER_MS)
+        torch.cuda._sleep(self.sleep_ms * self.CYCLES_PER_MS)
         start_event.record()
         call()
         end_event.record()
+        has_waited = start_event.query()  # the sleep ended before the host had queued everything
         end_event.synchronize()
+        if has_waited and self.sleep_ms < self.MAX_SLEEP_MS:
+            self.sleep_ms *= 2
+            return self.time(call)
         return start_event.elapsed_time(end_event)
 
     def check_device(self) -> None:

@@ -309,8 +309,8 @@ def estimate_communication(
 ) -> tuple[CommunicationByStage, CommunicationByStage]:
     """Return the communication of each micro-batch, and the communication that happens once per step.
 
-    Phase 3 all-gathers parameters in every forward pass, and again in the backward pass if the forward pass has freed
-    them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
+    Phase 3 all-gathers parameters in every forward and every backward pass, or once per step if the forward pass does
+    not free them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
     forward pass of the next step, or before it if the model is compiled. With ZeRO-2, phase 1 reduces gradients in
     every backward pass, and so does phase 3 with fsdp_sync_every_micro_batch.
 
@@ -324,7 +324,7 @@ def estimate_communication(
     every, once = ({"forward": Communication(), "backward": Communication()} for _ in range(2))
     for (kind, ranks), size in traffic.items():
         calls = 1 if size < SCALAR_BYTES else units if phase == "phase3" else math.ceil(size / BUCKET_BYTES)
-        if kind == "all-gather" and phase == "phase3":
+        if kind == "all-gather" and phase == "phase3" and options.get("fsdp_reshard_after_forward", True):
             forward = min(bytes_per_param * params, size / micro_batches)
             for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
                 seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0

@@ -82,14 +82,15 @@ def reference(runs: Runs) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_losses_do_not_depend_on_ranks_or_phase(ranks, runs, reference, need_ranks):
+def test_losses_do_not_depend_on_ranks_or_phase(ranks, runs, reference, need_ranks, device):
     """With dropout, clipping and accumulation, each phase has the losses of the baseline on 1, 2, 4 and 8 ranks."""
     need_ranks(ranks)
     for phase in PHASES:
         curve = losses(runs(ranks) / phase)
         assert sorted(curve) == list(range(count_steps(ranks)[0]))
         common_steps = {step: curve[step] for step in range(4)}
-        assert gap(reference, common_steps) <= (1e-6 if phase == "nanoGPT" else 1e-5), phase
+        is_exact = phase == "nanoGPT" and device == "cpu"  # NCCL and cuBLAS add in other orders
+        assert gap(reference, common_steps) <= (1e-6 if is_exact else 1e-5), phase
 
 
 def test_the_validation_loss_is_the_mean_without_dropout(runs, need_ranks):

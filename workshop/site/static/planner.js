@@ -185,13 +185,12 @@ function makeBytesCounter(samples) {
   function countFsdpBytes(row, params, options) {
     const { gpus: count, dtype, micro_batches: M } = options;
     const ranks = Number(row.options.fsdp_shard_size ?? count), replicas = count / ranks;
-    const gathers = row.options.fsdp_reshard_after_forward === false ? 1 : 2;
     let shards = 0, optimizerState = 0, gathered = 0;
     for (const { rows, width, isInBlock } of params) {
       const rowsPerRank = Math.ceil(rows / ranks);
       shards += rowsPerRank * width;
       optimizerState += adamwBytes(Math.min(rowsPerRank, rows) * width);
-      gathered += (isInBlock ? gathers : 1) * rowsPerRank * ranks * width;
+      gathered += (isInBlock ? 2 : 1) * rowsPerRank * ranks * width;
     }
     const state = { parameters: 4 * shards, gradients: 4 * shards, optimizer_state: optimizerState };
     if (ranks === 1) return { state, traffic: { "all-reduce": 8 } };
