@@ -310,9 +310,9 @@ def estimate_communication(
     """Return the communication of each micro-batch, and the communication that happens once per step.
 
     Phase 3 all-gathers parameters in every forward and every backward pass, or once per step if the forward pass does
-    not free them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during the first
-    forward pass of the next step, or before it if the model is compiled. With ZeRO-2, phase 1 reduces gradients in
-    every backward pass, and so does phase 3 with fsdp_sync_every_micro_batch.
+    not free them. It reduces gradients in the last backward pass. Phase 1 all-gathers the updated parameters during
+    the first forward pass of the next step, or before it if the model is compiled. With ZeRO-2, phase 1 reduces
+    gradients in every backward pass, and so does phase 3 with fsdp_sync_every_micro_batch.
 
     Args:
         row: a phase and its options.

@@ -40,7 +40,7 @@ MAX_SAVE_SECONDS = 120.0
 
 
 def time_calls(work: Callable[[], object], repeats: int, device: torch.device, warmup: int = 1) -> float:
-    """Return the median duration of a call in seconds, after `warmup` calls. All ranks make the same number of calls."""
+    """Return the median duration of a call in seconds, after `warmup` calls. All ranks must call it equally often."""
     synchronize = torch.get_device_module(device).synchronize  # on a CPU, it does nothing
     durations = []
     for _ in range(warmup + repeats):

@@ -68,7 +68,7 @@ def test_gpu_problems_have_remedies(changes, is_fatal, word):
 
 
 def test_an_old_driver_answers_too(tmp_path, monkeypatch):
-    """A driver before 535 knows only the old name of the reasons for a low clock. Without nvidia-smi, nothing is known."""
+    """A driver before 535 knows only the old name of the reasons for a low clock. nvidia-smi itself may be missing."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert node.query_gpus() == []
     path = tmp_path / "nvidia-smi"
