@@ -145,7 +145,7 @@ gate: .venv/.core data  ## train PHASE=phase3 and the baseline, and compare loss
 plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for every phase; needs no GPU
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, most expensive operators
-	@OMP_NUM_THREADS=1 $(PY) -m bench.profile_step --gpus=$(GPUS) $(TRAINER) $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m bench.profile_step --gpus=$(GPUS) $(TRAINER) $(FLAGS)
 matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables

@@ -245,7 +245,7 @@ def read_rates(lines: list[dict[str, Any]]) -> list[float]:
 def main(arguments: list[str]) -> int:
     """Run the gate, print a table, and return the exit code."""
     arguments, trainer, words = split_arguments(arguments)
-    phase, ranks = find_phase(trainer), command_line(Ranks, arguments).gpus
+    ranks, phase = command_line(Ranks, arguments).gpus, find_phase(trainer)
     out_dir = Path("out") / f"gate-{phase}-{ranks}-{time.strftime('%Y%m%d-%H%M%S')}"
     trials = build_trials(phase, ranks, words, out_dir)
     checks: list[Check] = []

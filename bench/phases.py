@@ -8,6 +8,7 @@ from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import TrainConfig
+from operate.launch import load_trainer
 
 ROOT = PACKAGE.parent
 PHASES = {"baseline": "nanoGPT", "phase1": "phase1_zero1", "phase2": "phase2_triton", "phase3": "phase3_fsdp"}
@@ -29,9 +30,9 @@ def find_phase(trainer: Path) -> str:
     """Return the name of the phase that a train.py belongs to.
 
     Raises:
-        ConfigError: the phase is unknown.
+        ConfigError: it is not a train.py of this repository.
     """
-    package = find_package(trainer.resolve().parent.name)
+    package = load_trainer(trainer).__name__.partition(".")[0]
     return next(phase for phase, name in PHASES.items() if name == package)
 
 

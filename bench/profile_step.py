@@ -210,7 +210,7 @@ def parse_request(words: list[str]) -> tuple[str, int, TrainConfig]:
         ConfigError: one of them is invalid.
     """
     arguments, trainer, rest = split_arguments(words)
-    phase, ranks = find_phase(trainer), command_line(Ranks, arguments).gpus
+    ranks, phase = command_line(Ranks, arguments).gpus, find_phase(trainer)
     if fixed_flags := [word for word in rest if word.split("=")[0].lstrip("-") in FIXED_FIELDS]:
         names = ", ".join(sorted(FIXED_FIELDS))
         raise ConfigError(f"{fixed_flags[0]} cannot be used here: make profile sets {names}; leave it out")

@@ -7,13 +7,14 @@ A file of problems is an ARC task, a JSON object of ARC tasks by name, or JSON l
 in the order of their names.
 """
 
+import contextlib
 import itertools
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -98,9 +99,20 @@ def is_match(text: str, wanted: str, match: str) -> bool:
         return normalize(text) == normalize(wanted)
     if match == "normalized":
         return text.strip().lower() == wanted.strip().lower()
-    numbers = [NUMBER.findall(THOUSANDS.sub("", each.replace("\u2212", "-"))) for each in (text, wanted)]
-    # Not as floats: above 2^53 two different integers would be equal.
-    return bool(numbers[0]) and bool(numbers[1]) and Decimal(numbers[0][-1]) == Decimal(numbers[1][-1])
+    number, wanted_number = find_last_number(text), find_last_number(wanted)
+    return number is not None and number == wanted_number
+
+
+def find_last_number(text: str) -> Decimal | None:
+    """Return the last number in a text; None if there is none, or if its exponent has too many digits.
+
+    It is no float, because above 2^53 two different integers would be equal.
+    """
+    if not (numbers := NUMBER.findall(THOUSANDS.sub("", text.replace("\u2212", "-")))):
+        return None
+    with contextlib.suppress(InvalidOperation):
+        return Decimal(numbers[-1])
+    return None
 
 
 def normalize(text: str) -> str:

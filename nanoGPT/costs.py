@@ -40,7 +40,8 @@ def tokens_to_hide(flops: float, bandwidth: float, moved: int, computed: int) ->
 
     Args:
         flops: FLOP/s that matrix products reach on a rank.
-        bandwidth: bytes/s of the slowest link of the ring, in one direction.
+        bandwidth: bytes/s in one direction: of a GPU's link to its node, or of all network adapters of a node together,
+            because NCCL sends a part of the data over each of them. The smaller one counts.
         moved: bytes per parameter on the link, such as 2 for an all-gather in bf16.
         computed: FLOPs per parameter and token: 2 in the forward pass, 4 in the backward pass.
     """

@@ -155,8 +155,9 @@ draw_who_holds_what(
 # | [11. What comes next](11_what_comes_next.ipynb) | 60 | 2, 6 | What else can we divide among ranks? |
 # | [12. Measuring](12_measuring.ipynb) | 30 | 1 | When can I trust a time or a number of bytes? |
 #
-# In half a day, read 1, 3 and 6. In a day, read 1, 2, 3 and 6, and solve the core track of `docs/exercises.md`. If you
-# work alone, take one chapter per evening, and solve its exercises before you start the next one.
+# In half a day, read 1, 3 and 6. In a day, read 1, 2, 3 and 6, and solve their exercises of the core track
+# (`docs/exercises.md`). If you work alone, take one chapter per evening, and solve its exercises before you start the
+# next one.
 #
 # ## d. Predict, then measure
 #

@@ -2,7 +2,7 @@
 # # 2. Collectives: what the ranks send
 #
 # *50 minutes. Read [notebook 1](01_one_process.ipynb) first, for ranks. Read this one before notebook 3, or skip it
-# if you have half a day.*
+# if you have only half a day.*
 #
 # Every technique of this repository uses the same few collectives. DDP all-reduces gradients. ZeRO-1 reduce-scatters
 # them and all-gathers parameters. FSDP all-gathers parameters twice. In this notebook you look inside: you run the
@@ -18,7 +18,8 @@
 # - **Two numbers, a latency per step and a bandwidth, predict roughly how long a collective takes.**
 # - **Data parallelism averages gradients. How long the ranks wait depends on when they start to average.**
 #
-# Open `workshop/collectives.py` next to this page. It has five short functions. You need no GPU.
+# Open `workshop/collectives.py` next to this page. It implements the collectives in five short functions. You need no
+# GPU.
 
 # %%
 import time
@@ -309,9 +310,9 @@ draw_fits(SIZES, seconds, fits)
 # gloo's own all-reduce sends as many bytes, and it is faster for small and for large tensors: it is written in C++, and
 # our ring starts every step from Python.
 #
-# If there are more ranks than cores, a rank often waits for a core and not for the network. This makes the latency of
-# 4 ranks on 2 cores so large. NCCL between GPUs has a much smaller latency and a much larger bandwidth. The model of
-# its rings is the same.
+# If there are more ranks than cores, a rank often waits for a core and not for the network. This is why the latency
+# of 4 ranks on 2 cores is so large. NCCL between GPUs has a much smaller latency and a much larger bandwidth. The
+# model of its rings is the same.
 #
 # **Predict first:** a model has 148 tensors of 16 KB. Is it better to all-reduce each of them, or one bucket with all
 # of them? By how much?
@@ -364,9 +365,10 @@ for ranks in (2, 4):
 # several buckets, communication starts during the backward pass. (DDP waits inside of its backward pass, so its
 # column shows 0.)
 #
-# On two ranks the wait after the backward pass then almost disappears. On four ranks of two cores it may be as long as
-# with one buffer, because gloo needs the same cores as the backward pass. On a GPU, NCCL needs only a few of its many
-# processors, so most of the communication is hidden as long as it takes less time than the backward pass.
+# On two ranks the wait after the backward pass then almost disappears. On four ranks with two cores it may be as long
+# as with one buffer, because gloo needs the same cores as the backward pass. On a GPU, NCCL uses only a few of the
+# GPU's many streaming multiprocessors (SMs), so most of the communication is hidden as long as it takes less time
+# than the backward pass.
 #
 # ## To take home
 #
@@ -380,7 +382,8 @@ for ranks in (2, 4):
 #    with N, so small tensors go into buckets.
 # 8. All ranks get the same bits, because each chunk is completed on one rank.
 # 9. The order of additions depends on N, so the last digits do as well.
-# 10. Collectives match by the order of their calls. A wrong order hangs, or it silently gives wrong numbers.
+# 10. Collectives match by the order of their calls. With a wrong order, the run hangs, or the numbers are silently
+#     wrong.
 # 11. DDP all-reduces buckets of gradients during the backward pass, in one order on all ranks.
 #
 # ## Exercises

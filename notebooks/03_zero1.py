@@ -387,8 +387,8 @@ print("elements owned by each rank:", run_on_ranks(count_owned_elements, 4, conf
 #
 # For n elements, each of the two collectives sends n(N-1)/N elements per rank. `Zero1Optimizer` implements this scheme.
 #
-# Next we run the trainer with each of its four implementations, with dropout and gradient clipping. `torch` is
-# PyTorch's `ZeroRedundancyOptimizer` on top of DDP.
+# Next we train with DDP and with each of the three implementations of ZeRO-1, with dropout and gradient clipping.
+# `torch` is PyTorch's `ZeroRedundancyOptimizer` on top of DDP.
 #
 # **Predict first:** complete this table for N = 4.
 #
@@ -491,7 +491,7 @@ for name in ("_reduce", "_gather", "step"):
 #
 # ## e. Overlap communication with the backward pass
 #
-# You will record when each bucket is reduced and gathered in a real step.
+# You will record when each bucket is reduced and all-gathered in a real step.
 #
 # A reduce-scatter does not have to wait for the end of the backward pass. The gradients of the last block are ready
 # while the gradients of the first block are still to be computed. `Zero1Optimizer` uses this in three ways:
@@ -665,9 +665,10 @@ for name, make_optimizer in (("AdamW", make_adamw), ("SGD", make_sgd)):
 # %% [markdown]
 # With AdamW the two curves agree to four digits. Its update is the mean of the gradient, divided by the root of the
 # mean of its square: a constant factor cancels. With SGD the factor multiplies the learning rate, so the curve is
-# another one. So a run with AdamW that sums instead of averaging looks right. Clipping (which then clips every step),
-# a resume on another number of ranks, or a comparison of gradient norms shows the factor. This is why every run logs
-# the gradient norm, and why the tests of this repository compare it with one process.
+# different. So a run with AdamW that sums instead of averaging looks right. A comparison of gradient norms shows the
+# factor, and so does a resume on another number of ranks, because the factor then changes. Clipping hides it if the
+# right norm is above the limit in every step, and shows it otherwise. This is why every run logs the gradient norm,
+# and why the tests of this repository compare it with one process.
 #
 # ## g. A sharded checkpoint
 #

@@ -12,7 +12,7 @@
 # - **A matrix product in tiles of B x B reads 1/B of the bytes that a naive one reads.**
 # - **The order of the tiles decides how many of these reads leave the L2 cache.**
 # - **Attention needs no T x T matrix: softmax can be computed from left to right, with two numbers per row.**
-# - **The backward pass computes the weights again, from one saved number per row.**
+# - **The backward pass recomputes the attention weights from one saved number per row.**
 # - **The interpreter shows wrong numbers, but no races.**
 #
 # Open `phase2_triton/kernels/attention.py` next to this page. This notebook writes the same kernel in its simplest
@@ -123,7 +123,7 @@ assert torch.equal(ragged, torch.full((5, 3), 7.0))  # the masks work
 # %% [markdown]
 # A tile of B x B uses each loaded element B times, so it loads 1/B of the elements. (A tile of 1 x 1 would load 2 M N K
 # = 131,072.) Larger tiles would be better still, but a tile of 128 x 128 sums already fills a quarter of an SM's
-# registers. This is the central trade of every kernel: **reuse needs space close to the arithmetic.**
+# registers. This is the central trade-off of every kernel: **reuse needs space close to the arithmetic.**
 #
 # ## c. Swizzling: the order of the tiles
 #
@@ -178,10 +178,10 @@ for group in (1, 2, 4, 8, 32):
 assert count_reads(order_tiles(32, 32, 8), 12) < count_reads(order_tiles(32, 32, 1), 12) / 3
 
 # %% [markdown]
-# 2 + 8 panels in row-major order, and 4 + 4 in swizzled order, for the same 16 tiles. A square region has the smallest
-# border. The counts for 32 x 32 tiles come from a **model of a cache**, not from a GPU. They show the principle: with
-# groups that are too small, each column of B is read again for each group. With groups that are too large, the rows
-# of A do not fit into the cache.
+# The first 16 tiles need 2 + 8 panels (rows of A, columns of B) in row-major order, and 4 + 4 in swizzled order. A
+# square region needs the fewest panels. The counts for 32 x 32 tiles come from a **model of a cache**, not from a
+# GPU. They show the principle: with groups that are too small, each column of B is read again for each group. With
+# groups that are too large, the rows of A do not fit into the cache.
 #
 # ## d. Flash attention, derived from the online softmax
 #
@@ -200,7 +200,7 @@ assert count_reads(order_tiles(32, 32, 8), 12) < count_reads(order_tiles(32, 32,
 # 3. Add the new terms: exp(s' - m') to l, and exp(s' - m') v' to o.
 #
 # At the end the result is o / l. This is exact, and no approximation. Each program needs one tile of queries, m, l and
-# o. The tiles of keys and values pass through.
+# o. It loads the tiles of keys and values one after another.
 #
 # **Predict first:** T = 1,024 tokens, heads of 64 channels, bf16. How many bytes of scores does a head store in the
 # plain version? How many bytes do q, k, v and the result have together?
@@ -270,7 +270,7 @@ for T in (16, 128):
 # tile raises the maximum. A test with short sequences would pass. This is why every kernel of this repository is tested
 # with several tiles, and with sizes that are not multiples of a tile. (`bugs.5` is such a bug.)
 #
-# ## e. The backward pass: compute the weights again
+# ## e. The backward pass: recompute the attention weights
 #
 # You will derive the backward pass, and write the kernel for the gradient of the queries.
 #
@@ -331,10 +331,11 @@ for T in (16, 50, 128):
     assert error < 1e-5
 
 # %% [markdown]
-# This kernel needs three products per tile: the scores, dweights and dq. The kernel for dk and dv has the scores and
-# dweights again, and two more: seven in total, where one kernel for all three gradients would need five. But dq is a
-# sum over keys, and dk and dv are sums over queries. In one kernel, one of them would need atomic additions, and its
-# last digits would change from run to run (notebook 4, section g). Phase 2 therefore has two kernels.
+# This kernel needs three products per tile: the scores, dweights and dq. The kernel for dk and dv recomputes the
+# scores and dweights, and needs two more: seven in total, where one kernel for all three gradients would need five.
+# But dq is a sum over keys, and dk and dv are sums over queries. In one kernel, one of them would need atomic
+# additions, and its last digits would change from run to run (notebook 4, section g). Phase 2 therefore has two
+# kernels.
 #
 # ## f. What the interpreter cannot show
 #
@@ -373,14 +374,15 @@ assert out.item() == 64
 # 1. A number that is read from device memory must be used several hundred times, or the tensor cores wait.
 # 2. A tile of B x B uses each loaded element B times.
 # 3. Reuse needs space: registers and shared memory limit the size of a tile.
-# 4. The order of the programs decides what is in the L2 cache. Square regions share most.
+# 4. The order of the programs decides what is in the L2 cache. Square regions share the most data.
 # 5. Softmax needs the maximum; the online softmax corrects the earlier terms when the maximum grows.
 # 6. Flash attention keeps m, l and o for each query, and stores no scores.
 # 7. It is exact. It does more arithmetic and moves far fewer bytes.
 # 8. A missing rescaling is right for short sequences: test with several tiles.
-# 9. The backward pass needs the log-sum-exp and dy · y of each row. With them, every tile can be computed alone.
+# 9. The backward pass needs the log-sum-exp and dy · y of each row. With them, every tile can be computed
+#    independently.
 # 10. The interpreter shows wrong numbers, but no races, and no speed.
-# 11. First a reference, then the kernel, then the bytes, and then the time.
+# 11. First write a reference, then count the bytes, then write the kernel, and then measure the time.
 #
 # ## Exercises
 #

@@ -387,7 +387,8 @@ fsdp_pictures.draw_similarity_of_rows({
 # contiguous. For a short time a unit therefore takes twice its size.
 #
 # To *reshard* a unit means to free its full parameters and to keep only this rank's shard. With
-# `fsdp_reshard_after_forward=False`, the blocks stay unsharded from their forward to their backward pass.
+# `fsdp_reshard_after_forward=False`, the blocks stay unsharded from their first forward to their last backward pass in
+# a step.
 #
 # **Predict first:** sketch the gathered bytes during a step of a model with 4 blocks, with and without resharding. How
 # high is each maximum, in blocks?
@@ -691,7 +692,8 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 # less communication than many small ones. With M = 1 FSDP sends 1.5 times as much as DDP.
 #
 # - The default sends most and stores least.
-# - Without resharding after the forward pass, a rank sends 40% less. In return all blocks are unsharded at once.
+# - Without resharding after the forward pass, a rank sends 60% less, as much as with DDP: it all-gathers each block
+#   once per step, for any M. In return all blocks are unsharded at once.
 # - Hybrid needs twice the model state, 16P/2 instead of 16P/4. Its all-gathers stay within a node. Only the all-reduce
 #   of the shards crosses nodes, about a quarter of the volume of the default. This pays off if the links between nodes
 #   are slow.
@@ -844,9 +846,10 @@ print_loss_curves(curves, baseline=curves["one process, not sharded"])
 # ```
 #
 # The maximum is 8 bytes per parameter: the full model, and a buffer of the same size. The all-gathers have MP elements,
-# because the root is not freed after its forward pass. `fsdp_reshard_after_forward=False` communicates the same volume.
-# But with that option the all-gather of a block can overlap with the computation of the block before, and the buffers
-# are only as large as a block. With one unit every rank waits until all parameters have arrived.
+# because the root is not freed after its forward pass. `fsdp_reshard_after_forward=False` stores the full model too.
+# But with that option the all-gathers have only P elements, that of a block can overlap with the computation of the
+# block before, and the buffers are only as large as a block. With one unit every rank waits until all parameters have
+# arrived.
 #
 # </details>
 #

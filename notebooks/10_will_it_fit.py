@@ -8,10 +8,10 @@
 #
 # You test five claims:
 #
-# - **Formulas that you can compute by hand give the memory of a rank to about 10%, or 20% with activation
+# - **Formulas that you can compute by hand predict the memory of a rank within about 10%, or 20% with activation
 #   checkpointing.**
-# - **A trace on fake tensors gives it on a laptop, for any number of GPUs. For ZeRO-1 and FSDP on CPU ranks it is
-#   within 1% of what our counter measures.**
+# - **A trace on fake tensors predicts this memory on a laptop, for any number of GPUs. For ZeRO-1 and FSDP on CPU
+#   ranks it is within 1% of what our counter measures.**
 # - **The best way to save memory depends on what fills it: model state or activations.**
 # - **A micro-batch with enough tokens hides FSDP's communication. The number does not depend on the model.**
 # - **Generating text needs other formulas: weights and the key-value cache.**
@@ -125,9 +125,11 @@ for mode in ("none", "selective", "every_2", "full"):
 #
 # You will add up the terms of a formula, and compare the sum with a real run.
 #
-# Two terms are new. With FSDP, a layer needs its full weights, so some units are all-gathered at any time. At the peak,
-# these are the root and at most two blocks: one that computes, and the flat buffer of the next one. With DDP and ZeRO-1
-# in bf16, autocast rounds each fp32 weight to bf16 for the product, and the backward pass needs this copy again.
+# Two terms are new. With FSDP, a layer needs its full weights, so some units are always all-gathered. When the total
+# memory is at its peak, early in the backward pass, these are the root and at most two blocks: one that computes, and
+# the flat buffer of the next one. (In the forward pass, up to three blocks are all-gathered, but fewer activations
+# exist.) With DDP and ZeRO-1 in bf16, autocast rounds each fp32 weight to bf16 for the product, and the backward pass
+# needs this copy again.
 #
 # ```
 # memory of a rank  =  model state            16P, 8P + 8P/N, or 16P/N bytes
@@ -144,8 +146,8 @@ for mode in ("none", "selective", "every_2", "full"):
 #                   -  missing gradients      FSDP: 4P/N
 # ```
 #
-# The last line belongs to FSDP only: at the peak, which is early in the backward pass, the shards of the gradients do
-# not exist yet, and in a single micro-batch no gradients at all. DDP and ZeRO-1 allocate buckets for all gradients
+# The last line is for FSDP only. At the peak, which is early in the backward pass, the shards of the gradients do not
+# exist yet. With a single micro-batch, no gradients exist at all. DDP and ZeRO-1 allocate buckets for all gradients
 # when they start, so their 4P always count.
 #
 # **Predict first:** for a small model (0.8 million parameters, 2 ranks, 4 sequences of 64 tokens, fp32), add up the
@@ -252,9 +254,9 @@ draw_memory_bars(
 # measurement is too low: DDP allocates its buckets when it starts, but the ledger notices a bucket only at the first
 # gradient in it.
 #
-# All three count tensors. A GPU needs more: the CUDA context, buffers of NCCL and cuBLAS, and memory that the allocator
-# cannot use because it is fragmented, together often 1 to 4 GB. Nobody has compared this prediction with a GPU yet, so
-# leave about 10% of the memory free.
+# All three numbers count only tensors. A GPU needs more: the CUDA context, buffers of NCCL and cuBLAS, and memory
+# that the allocator cannot use because it is fragmented, together often 1 to 4 GB. Nobody has compared this
+# prediction with a GPU yet, so leave about 10% of the memory free.
 #
 # Does the formula also hold for a large vocabulary, in bf16? A laptop cannot run such a model on 8 ranks, but it can
 # trace it:
@@ -315,10 +317,10 @@ for job, (shape, batch_size) in JOBS.items():
     draw_memory_bars(bars, f"{job} per micro-batch, 8 ranks", "GB per rank", limit=("40 GB of a GPU", 40))
 
 # %% [markdown]
-# For 124M parameters, sharding frees only 3 GB, because the model state is small. Half of the batch frees 15 GB and
-# costs almost nothing: the step gets twice as many micro-batches. Full checkpointing frees 10 GB and costs time. For
-# 6.7 billion parameters the model state is most of the memory, so sharding frees most: 109 GB. Look at the largest term
-# first:
+# For 124M parameters, sharding frees only 3 GB, because the model state is small. Halving the batch frees 15 GB and
+# costs almost nothing: the step has twice as many micro-batches. Full checkpointing frees 10 GB and costs time. For
+# 6.7 billion parameters the model state is most of the memory, so sharding frees most: 109 GB. Look at the largest
+# term first:
 #
 # 1. **Activations, or the tensors of the head, are largest?** First use a smaller micro-batch with more accumulation.
 #    The losses are then similar, but not equal, because another micro-batch size draws other sequences. With FSDP also
@@ -335,9 +337,9 @@ for job, (shape, batch_size) in JOBS.items():
 #
 # You will compute how large a micro-batch must be, so that FSDP does not wait for the network.
 #
-# While a block computes, FSDP all-gathers the next one. On the link, each parameter needs 2 bytes in bf16, whatever the
-# batch. In the forward pass, each parameter needs 2 FLOPs for *every token*. So the computation grows with the tokens
-# of a rank, and the communication does not:
+# While a block computes, FSDP all-gathers the next one. On the link, each parameter needs 2 bytes in bf16, for any
+# batch size. In the forward pass, each parameter needs 2 FLOPs for *every token*. So the computation grows with the
+# tokens of a rank, and the communication does not:
 #
 # ```
 # time on the link      =  2 bytes / bandwidth                 per parameter
@@ -348,28 +350,30 @@ for job, (shape, batch_size) in JOBS.items():
 # The backward pass needs 4 FLOPs per parameter and token. It moves 2 bytes for the all-gather, and 4 bytes for the
 # reduce-scatter in fp32.
 #
-# **Predict first:** an H100 reaches about 400 TFLOP/s in matrix products. NVLink moves about 400 GB/s, and a network of
-# 400 Gbit/s per GPU 50 GB/s. How many tokens per micro-batch hide the all-gather in each case? Does the size of the
-# model matter?
+# **Predict first:** an H100 reaches about 400 TFLOP/s in matrix products. NVLink moves about 400 GB/s. Between nodes,
+# the network adapters of a node count together, because NCCL sends a part of the data over each of them: one adapter
+# of 400 Gbit/s moves 50 GB/s, and eight move as much as NVLink. How many tokens per micro-batch hide the all-gather
+# over NVLink, and between nodes with one adapter each? Does the size of the model matter?
 
 # %%
 from nanoGPT.costs import tokens_to_hide
 
 print("tokens per rank and micro-batch   forward   backward with reduction")
-for name, bandwidth in (("NVLink, 400 GB/s", 400e9), ("network, 50 GB/s", 50e9)):
+for name, bandwidth in (("NVLink, 400 GB/s", 400e9), ("one adapter, 50 GB/s", 50e9)):
     forward, backward = tokens_to_hide(400e12, bandwidth, 2, 2), tokens_to_hide(400e12, bandwidth, 6, 4)
     print(f"{name:31} {forward:9,.0f} {backward:25,.0f}")
 assert round(tokens_to_hide(400e12, 50e9, 2, 2)) == 8000
 
 # %% [markdown]
-# Within a node, one sequence of 1,024 tokens is enough for the forward pass. Over the network it takes 8 sequences, and
-# 12 for the backward pass. With fewer tokens the GPU waits for part of each all-gather. The model's size does not
-# matter, because both times are proportional to the number of parameters. (Scores of attention and elementwise
-# operations lengthen the computation, and with small units the latency counts.)
+# Over NVLink, and between nodes with eight adapters, one sequence of 1,024 tokens is enough for the forward pass.
+# With one adapter per node it takes 8 sequences, and 12 for the backward pass. With fewer tokens the GPU waits for
+# part of each all-gather. The model's size does not matter, because both times are proportional to the number of
+# parameters. (Scores of attention and elementwise operations lengthen the computation, and with small units the
+# latency counts.)
 #
-# This is why FSDP needs large micro-batches, and why `--fsdp_shard_size=node` helps between slow nodes: its
-# all-gathers stay within a node. `make plan` prints both numbers for your GPUs. Activation checkpointing makes room
-# for more tokens, and its recomputation hides more communication.
+# This is why FSDP needs large micro-batches, and why `--fsdp_shard_size=node` helps if the links between nodes are
+# slow: its all-gathers stay within a node. `make plan` prints both numbers for your GPUs. Activation checkpointing
+# makes room for more tokens, and its recomputation hides more communication.
 #
 # ## f. Generating text: weights and the key-value cache
 #
@@ -430,7 +434,8 @@ assert measure_evaluation(False) > 3.9 * one
 #
 # ## To take home
 #
-# 1. Model state with AdamW in fp32 is 16 bytes per parameter: 20 billion parameters need 320 GB by DDP, on every rank.
+# 1. Model state with AdamW in fp32 is 16 bytes per parameter: 20 billion parameters need 320 GB with DDP, on every
+#    rank.
 # 2. In fp32: DDP 16P, ZeRO-1 8P + 8P/N, ZeRO-2 4P + 12P/N, FSDP 16P/N.
 # 3. A block saves 16 B T C numbers for its backward pass. The head needs 3 B T V fp32 numbers at the peak.
 # 4. Activations do not depend on the number of ranks. Only a smaller micro-batch or checkpointing shrinks them.

@@ -4,8 +4,8 @@
 # *60 minutes. Read [notebook 6](06_fsdp.ipynb) and [notebook 2](02_collectives.ipynb) first.*
 #
 # DDP, ZeRO and FSDP are all *data parallelism*: each rank computes the full model on its own part of the batch. With
-# 1,000 ranks, a step needs at least 1,000 sequences, and every rank all-gathers every weight. **What else can we divide
-# among ranks?**
+# 1,000 ranks, a step needs at least 1,000 sequences, and with FSDP every rank all-gathers every weight. **What else
+# can we divide among ranks?**
 #
 # There are four answers. A rank can have a part of each layer (tensor parallelism), some of the layers (pipeline
 # parallelism), a part of each sequence (context parallelism), or some of the experts (expert parallelism). This
@@ -218,7 +218,7 @@ assert all(result[0]["weights"] == 4 * (divided // ranks + P - divided) for rank
 # is rounding: partial sums are added in another order. A rank stores 1/N of the block weights, and all of the
 # embeddings. (With a large vocabulary these are divided as well: see `VocabParallelEmbedding`.)
 #
-# Unlike in FSDP, **nobody ever has the full weights of a layer**. So the memory for all-gathered units disappears, and
+# Unlike in FSDP, **no rank ever has the full weights of a layer**. So the memory for all-gathered units disappears, and
 # so does a part of the activations: the hidden channels of the MLP, and q, k and v.
 #
 # **Predict first:** how many all-reduces does a micro-batch need, in both passes together? How large is each? With 2
@@ -240,10 +240,10 @@ print(f"computed for gpt2-xl with 500,000 tokens per step: {4 * 48 * 5e5 * 1600 
 # %% [markdown]
 # Four all-reduces of B T C numbers per block: two in the forward pass (g), and two in the backward pass (f). This
 # volume grows with the number of *tokens*, and not with the number of parameters. For gpt2-xl with 500,000 tokens per
-# step it is 100 times that of DDP. The all-reduces of the forward pass overlap with nothing here, because the next
-# layer needs their results. In the backward pass, Megatron-LM hides the all-reduce of f (the gradient of x) behind
-# the matrix product for the gradient of the weight. So tensor parallelism is used within a node, where the links
-# between GPUs are fast, and FSDP or DDP between the nodes.
+# step it is about 100 times that of DDP. The all-reduces of the forward pass overlap with nothing here, because the
+# next layer needs their results. In the backward pass, Megatron-LM hides the all-reduce of f (the gradient of x)
+# behind the matrix product for the gradient of the weight. So tensor parallelism is used within a node, where the
+# links between GPUs are fast, and FSDP or DDP between the nodes.
 #
 # ### Something broken on purpose
 #
@@ -291,7 +291,8 @@ plt.show()
 #             fsdp: shard what the two ranks of a column store
 # ```
 #
-# First divide the model, and then shard what is left: FSDP knows nothing of the other dimension.
+# First divide the model among the ranks of a row. Then let FSDP shard these parts over the ranks of a column. FSDP
+# knows nothing about the other dimension.
 #
 # **Predict first:** over which ranks must the squares of the gradients be added for the global norm: those of the
 # divided weights, and those of the full ones? How many bytes of weights does a rank store?
@@ -357,8 +358,8 @@ assert difference < 1e-5 and all(each["losses"] == mesh_result[0]["losses"] for 
 # You will see when the ranks of a pipeline are idle, and how the order of the passes changes the memory.
 #
 # With pipeline parallelism rank r has some consecutive blocks. It receives activations (B, T, C) from rank r - 1,
-# computes, and sends the result to rank r + 1. In the backward pass gradients take the way back. One micro-batch would
-# keep only one rank busy at a time. So several micro-batches follow each other.
+# computes, and sends the result to rank r + 1. In the backward pass, gradients travel back through the ranks. One
+# micro-batch would keep only one rank busy at a time. So several micro-batches follow each other.
 #
 # A schedule is an order of passes for each rank. F2 is the forward pass of micro-batch 2, and B2 its backward pass,
 # which takes twice as long. *GPipe* runs all forward passes and then all backward passes. *1F1B* (one forward, one
@@ -530,7 +531,7 @@ assert sent == 64 * C * 4 * 3 / 4
 # | method | divides | a rank sends per step (without factors (N-1)/N) | place |
 # |---|---|---|---|
 # | tensor parallelism | each layer | 8 L M B T C numbers (all-reduces of 4 L M B T C), and waits for them | within a node |
-# | context parallelism | each sequence | keys and values of each layer, while it computes | within a node, or near |
+# | context parallelism | each sequence | keys and values of each layer, while it computes | within a node, or between nearby nodes |
 # | expert parallelism | experts | four all-to-alls per layer and micro-batch | within a few nodes |
 # | FSDP | model state | the weights, 2 M P + P numbers, while it computes | across nodes |
 # | pipeline parallelism | layers | B T C numbers per micro-batch to each neighbor: activations forward, gradients back | across nodes |
@@ -544,9 +545,10 @@ assert sent == 64 * C * 4 * 3 / 4
 # 1. Data parallelism divides the batch; the other methods divide layers, depth, sequences and experts.
 # 2. Tensor parallelism: column-parallel, then row-parallel, and one all-reduce at the end.
 # 3. f is the identity forward and an all-reduce backward, and g is the reverse.
-# 4. Nobody ever has the full weights of a layer. The gradients of these weights need no reduction before the update.
+# 4. No rank ever has the full weights of a layer. The gradients of these weights need no reduction before the update.
 # 5. Its volume grows with the tokens, and the next layer waits for it: keep it within a node.
-# 6. A pipeline sends least, and each rank is idle for (N-1)/(M+N-1) of the time. 1F1B limits the stored activations.
+# 6. A pipeline sends the least, and each rank is idle for (N-1)/(M+N-1) of the time. 1F1B limits the stored
+#    activations.
 # 7. Ring attention: queries stay, keys and values travel, and the online softmax adds the blocks.
 # 8. Experts: two all-to-alls forward and two backward, and the balance is the problem.
 # 9. Methods combine as dimensions of a mesh; the most demanding communication gets the fastest links.

@@ -7,10 +7,10 @@
 # "My change makes a step 3% faster." Most such sentences are wrong, because the measurement was. **How do you measure a
 # step so that you can trust the number?** You test four claims:
 #
-# - **The first calls are slow, and belong in no average.**
-# - **A GPU works behind Python's back: a clock around the call measures the launch, not the work.**
+# - **The first calls are slow, and must not be part of an average.**
+# - **A GPU runs asynchronously: a clock around the call measures the launch, not the work.**
 # - **Two versions must alternate. Otherwise you measure what else the machine was doing.**
-# - **The memory that is used, the memory that is reserved, and the peak are three numbers.**
+# - **Allocated memory, reserved memory and peak memory are three different numbers.**
 #
 # You need no GPU.
 
@@ -114,8 +114,9 @@ print(f"on {DEVICE.type}: {1e3 * launch:.2f} ms without synchronize, {1e3 * full
 #
 # You will compare two versions that do the same, and see a difference.
 #
-# **Predict first:** the two models below are equal. Time ten steps of the first one, and then ten of the second one.
-# How large is the difference of the means? And if the two alternate, and you compare the minimum?
+# **Predict first:** the two models below are equal. Time twenty forward and backward passes of the first one, and
+# then twenty of the second one. How large is the difference of the means? And if the two alternate, and you compare
+# the minimum?
 
 # %%
 twin = GPT(shape).to(DEVICE)
@@ -134,11 +135,11 @@ for name, samples in (("one after another", one_after_another), ("alternating", 
     print(f"{name:18} difference of the mean {ratios[0]:+.1%}, of the median {ratios[1]:+.1%}, of the minimum {ratios[2]:+.1%}")
 
 # %% [markdown]
-# The true difference is 0. What you see is the noise of your measurement: a smaller gain than this is no result.
-# Other programs, the temperature and the clock of the device change from second to second. Alternation lets both
-# versions meet the same conditions. The minimum is the run that was disturbed least. It is the right number for code
-# that always does the same; use the median for a training with changing inputs. On several ranks, take the slowest
-# rank of each step, since the others wait for it.
+# The true difference is 0. You see the noise of your measurement. A gain that is smaller than this noise is not a
+# result. Other programs, the temperature and the clock of the device change from second to second. If the two
+# versions alternate, both run under the same conditions. The minimum is the run that was disturbed least. It is the
+# right number for code that always does the same; use the median for training with changing inputs. On several ranks,
+# take the slowest rank of each step, since the others wait for it.
 #
 # `make profile` shows where a step spends its time, and `make gate` compares a phase with the baseline.
 #

@@ -1,4 +1,4 @@
-"""Write a heartbeat every second, and stop the process when the job hangs.
+"""Write a heartbeat every second, and stop the process when the job hangs or has lost a rank.
 
     heartbeat/rank{r}.json      step, stage, progress counters, current line of the main thread, process ids, time;
                                 whether the main thread waits for other ranks or for its GPU (else it computes), and
@@ -7,7 +7,7 @@
 The main thread reports its progress (`Runtime.enter_stage`, `Runtime.report_progress`). A separate thread writes the
 heartbeat and reads the heartbeats of the other ranks (`operate.watchdog`). If no rank makes progress, this thread
 writes the process's stacks into stacks/rank{r}.txt and its last collectives into stacks/collectives-rank{r}.json, and
-exits the process.
+exits the process. It does the same if another rank has failed or was killed, and this rank does not notice it.
 """
 
 import contextlib
@@ -157,7 +157,7 @@ def write_collectives(out_dir: Path, rank: int) -> None:
 
 
 class HeartbeatThread:
-    """A thread of a rank that writes the rank's heartbeats, and exits the process when the job hangs.
+    """A thread of a rank that writes the rank's heartbeats, and exits the process when the job cannot continue.
 
     Args:
         run: this rank's Runtime.

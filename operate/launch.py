@@ -61,11 +61,13 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], Path, list[str]]:
     """Split a command line into the launcher's arguments, the trainer, and the trainer's arguments.
 
     Raises:
-        ConfigError: there is no trainer.
+        ConfigError: there is no trainer, and no `--help`, which needs none.
     """
     for i, argument in enumerate(arguments):
         if not argument.startswith("-"):
             return arguments[:i], Path(argument), arguments[i + 1 :]
+    if {"-h", "--help"} & set(arguments):
+        return arguments, Path(), []
     raise ConfigError("no trainer is given: name the trainer to start, such as nanoGPT/train.py")
 
 
@@ -264,10 +266,11 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
         return 0
     except ChildFailedError as error:
         watch.read_heartbeats()
-        watch.report_killed_rank()
         if (verdict := watch.verdict()) and verdict[0] == STALLED:
             return report_exit(config, *verdict)
         rank, failure = find_root_cause(error.failures)
+        if not blames_peer(failure.message):
+            watch.report_lost_rank(rank)  # the launchers of other nodes cannot know it
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
         return report_exit(config, code, f"rank {rank}: {reason}")
 

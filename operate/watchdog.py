@@ -165,7 +165,7 @@ class StallDetector:
     def report_killed_rank(self) -> bool:
         """Write a message for all ranks if a rank of this launcher was killed. Return whether one was."""
         for rank, status in self.statuses.items():
-            if self.has_started(status.heartbeat) and read_state_and_parent(status.heartbeat["pid"])[1] != os.getpid():
+            if self.has_started(status.heartbeat) and not is_alive(status.heartbeat["pid"]):
                 last_heartbeat = read_json_object(self.out_dir / "heartbeat" / f"rank{rank}.json")
                 if not last_heartbeat.get("ended"):
                     self.report_lost_rank(rank)
@@ -266,6 +266,15 @@ class StallDetector:
             for other, status in self.statuses.items()
             if all(status.heartbeat[name] == reference[name] for name in ("host", "parent"))
         ]
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this user exists. One that has exited exists until its parent has waited for it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def is_child_of(heartbeat: dict[str, Any], parent: int) -> bool:

@@ -192,7 +192,7 @@ def save_and_die(out_dir: str, point: str, victim: int, is_async: bool) -> None:
 
 
 def kill_save(folder: str, point: str, victim: int, is_async: bool) -> None:
-    """Save steps 1 and 2 into a directory, and kill rank `victim` at a point of the save of step 3.
+    """Save step 3 of a run that has steps 1 and 2, and kill rank `victim` at a point of that save.
 
     The other rank is killed after it, as the launcher does.
 

@@ -50,14 +50,14 @@ def check_gpus(ranks: int) -> Iterator[Check]:
     states = {state["uuid"].removeprefix("GPU-"): state for state in query_gpus()}
     for index in range(ranks):
         gpu = torch.cuda.get_device_properties(index)
-        state = states.get(str(gpu.uuid), {})
+        if (state := states.get(str(gpu.uuid))) is None:
+            yield Check(f"GPU {index}", "skip", f"{gpu.name}, which nvidia-smi does not list", "check it by hand")
+            continue
         finding = ", ".join([gpu.name, *(f"{name} {value}" for name, value in state.items() if name != "uuid")])
         problems = find_gpu_problems(state)
         remedy = "; ".join(remedy for _, remedy in problems)
         result = "fail" if any(is_fatal for is_fatal, _ in problems) else "warn" if problems else "pass"
         yield Check(f"GPU {index}", result, finding, remedy)  # type: ignore[arg-type]
-    if not states:
-        yield Check("GPU health", "skip", "nvidia-smi gives no answer", "install nvidia-smi to check the GPUs")
 
 
 def query_gpus() -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bench.checks import Check
 from bench.phases import load_config_class
 from bench.plan.run import find_gpu
-from bench.plan.speed import Gpu
+from bench.plan.speed import GPUS_PER_NODE, Gpu
 from bench.preflight.node import find_existing_parent
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import Runtime
@@ -82,7 +82,8 @@ def check_bandwidth(run: Runtime, gpu: Gpu | None) -> Check:
     is_multi_node = run.local_world_size < run.world_size
     if gpu is None:
         return Check("bandwidth", "pass", finding)
-    link = gpu.network / run.local_world_size if is_multi_node else gpu.link
+    network = gpu.network * min(1.0, run.local_world_size / GPUS_PER_NODE)  # NCCL has a ring over each adapter
+    link = min(gpu.link, network) if is_multi_node else gpu.link
     finding += f"; link in the data sheet: {link / 1e9:.0f} GB/s"
     if rate < MIN_BANDWIDTH * link:
         remedy = "check NCCL_DEBUG=INFO for the transport that NCCL uses, and the links with `nvidia-smi topo -m`"

@@ -29,8 +29,6 @@ from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import tiny
 from workshop.ranks import run_on_ranks
 
-POEM = "the quick brown fox jumps over the lazy dog\n" * 50
-
 
 def test_markdown_is_stripped():
     """Headings and stage directions are removed, speakers and lines are kept, and escaped characters are unescaped."""

@@ -115,7 +115,7 @@ def test_both_runs_get_the_flags_that_they_have(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["nanoGPT/train.py"], "PHASE=baseline cannot be compared with itself: use phase1, phase2 or phase3"),
-        (["phase4/train.py"], "PHASE=phase4 is unknown"),
+        (["phase4/train.py"], "phase4/train.py does not exist"),
         (["--gpus=0", "phase3_fsdp/train.py"], "GPUS=0 is out of range"),
         (["phase3_fsdp/train.py", "extra"], "extra is not a flag"),
     ],

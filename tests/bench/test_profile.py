@@ -18,6 +18,7 @@ from bench.profile_step import (
     summarize,
 )
 from nanoGPT.errors import ConfigError
+from tests.helpers.training import ROOT
 
 
 def test_overlap_is_the_hidden_part_of_the_communication():
@@ -70,7 +71,7 @@ def test_the_steps_on_a_gpu_are_those_of_the_host():
 def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
     """With two ranks and small buckets, some communication overlaps, and the traces open."""
     monkeypatch.chdir(tmp_path)
-    main(["--gpus=2", "phase1_zero1/train.py", "--device=cpu", "--zero1_bucket_mb=0.1", "--n_layer=6"])
+    main(["--gpus=2", str(ROOT / "phase1_zero1/train.py"), "--device=cpu", "--zero1_bucket_mb=0.1", "--n_layer=6"])
     output = capsys.readouterr().out
     folder = tmp_path / "out" / "profile" / "phase1-2"
     summary = summarize(json.loads((folder / "timeline.json").read_text()))
@@ -83,7 +84,7 @@ def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
         }
         assert {"step 2", "step 3", "aten::mm"} <= names and any(str(name).startswith("gloo:") for name in names)
     with pytest.raises(ConfigError, match="^there is no dataset nope"):
-        main(["--gpus=2", "phase1_zero1/train.py", "--device=cpu", "--dataset=nope"])
+        main(["--gpus=2", str(ROOT / "phase1_zero1/train.py"), "--device=cpu", "--dataset=nope"])
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         ("\u0915\u093e", "\u0915\u0940", "normalized", False),  # Hindi: only the vowel sign differs
         ("3.5%", "35", "normalized", True),
         ("", "A", "normalized", False),
+        ("1e99999999999999999999", "1", "numeric", False),  # Decimal cannot represent it
     ],
 )
 def test_answers_match(text, wanted, match, is_right):

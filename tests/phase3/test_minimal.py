@@ -293,7 +293,7 @@ def read_losses(output: str) -> dict[int, float]:
 
 
 @pytest.mark.ranks
-def test_the_programs_print_the_losses_of_the_baseline(tmp_path, monkeypatch):
+def test_the_programs_print_the_losses_of_the_baseline(tmp_path):
     """torchrun starts `minimal.py` and `naive.py` on 2 ranks, and both print the losses of the baseline on one rank.
 
     `minimal.py` also saves and resumes.

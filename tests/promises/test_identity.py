@@ -127,7 +127,7 @@ def test_sampling_uses_the_tokenizer_of_the_source(sources, capsys):
     assert len(texts) == 1
 
 
-def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path, capsys):
+def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path):
     """--resume_step=2 and --resume_step=best choose the same checkpoint in evaluations, samples and exports.
 
     A step that does not exist, and a step of weights that are no run, are refused.

@@ -2,8 +2,8 @@
 
 A page contains the line `<!-- explorer: NAME -->`. The build replaces it with the recording
 `docs/data/NAME.json`, which the script `workshop/site/static/NAME.js` reads. `workshop.site.recordings` writes the
-formulas of the page "Will it fit?". The runs of the other pages were recorded once, by `workshop/site/recordings` of
-commit 412b0bb.
+formulas of the page "Will it fit?". The runs of the other pages were recorded once. Commit 412b0bb is the last that has
+the programs, in `workshop/site/recordings`.
 """
 
 import json

@@ -81,7 +81,7 @@ EXERCISES = [
         task="""While a unit computes, FSDP all-gathers the next one. Every token needs `computed` FLOPs per parameter,
         and every parameter has `moved` bytes on the link, whatever the number of tokens. Return the number of tokens
         per rank and micro-batch for which both take equally long. How many does an H100 need over NVLink (400e12
-        FLOP/s, 400e9 bytes/s), and how many over a network with 50e9 bytes/s?""",
+        FLOP/s, 400e9 bytes/s), and how many between nodes with one adapter of 50e9 bytes/s each?""",
         minutes=10,
         difficulty="medium",
         check=check_tokens_to_hide,

@@ -1,1 +1,1 @@
-"""The runs behind the interactive pages, recorded in `docs/data/*.json` by `python -m workshop.site.recordings`."""
+"""The formulas of the page "Will it fit?", which `python -m workshop.site.recordings` writes into `docs/data/`."""
