@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
 from phase3_fsdp.by_hand import HandmadeFSDP
 from tests.helpers.programs import Program
+from workshop.lessons.by_hand import compare_with_fully_shard, print_versions
 from workshop.ranks import run_on_ranks
 
 SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=19, dropout=0.0)
@@ -157,6 +159,11 @@ def test_low_precision_halves_the_bytes():
     for report in run_on_ranks(train_by_hand, 2, "gpt", "none", torch.bfloat16, show=False):
         assert report["gathered"] == report["formula"]
         assert all(abs(loss - full_loss) < 0.05 for loss, _, full_loss, _ in report["results"])
+
+
+def test_it_costs_what_fully_shard_costs():
+    """The comparison of notebook 6: the same bytes and the same loss, and about the same peak memory."""
+    print_versions(run_on_ranks(compare_with_fully_shard, 2, replace(SHAPE, n_embd=64), show=False)[0])
 
 
 @pytest.mark.ranks
