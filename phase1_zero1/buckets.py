@@ -273,8 +273,11 @@ def check_params(params: list[nn.Parameter], group: dist.ProcessGroup | None) ->
     """Check that the parameters can be stored in buckets. Collective.
 
     Raises:
-        ValueError: the parameters are on two devices, two of them share memory, or the ranks have different parameters.
+        ValueError: the parameters are on two devices, one is complex, two of them share memory, or the ranks have
+            different parameters.
     """
+    if any(p.is_complex() for p in params):
+        raise ValueError("a parameter is complex: store its real and imaginary parts as one real parameter")
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(f"parameters are on {' and '.join(devices)}: move all of them to the device of this rank")

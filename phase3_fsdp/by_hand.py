@@ -12,6 +12,9 @@ the unit computes:
 The root stays all-gathered from its forward to its backward pass. While a unit computes, the parameters of the next one
 are already on their way. `minimal.py` does the same with torch's `fully_shard`, which also supports meta devices,
 groups of replicas, CPU offload and checkpoints.
+
+Between two steps, the parameters of the model have no memory: do not print, copy or read them. `parameters()` returns
+the shards, which are rows of matrices. The optimizer must therefore be elementwise, as AdamW is, unlike Muon.
 """
 
 import math
@@ -51,6 +54,7 @@ class Unit:
         for param in params:
             begin, end = row_range(len(param), self.ranks, dist.get_rank())
             self.shards.append(nn.Parameter(param.detach()[begin:end].float().clone()))
+            vars(self.shards[-1]).update(vars(param))  # attributes, which may select the parameter group
             param.data = param.data.to(dtype).contiguous()
         self.pending: tuple[Tensor, Any] | None = None  # an all-gather that has started: its output and its work
         self.is_full, self.missing_grads, self.gathered = True, 0, 0
@@ -129,19 +133,21 @@ class HandmadeFSDP:
         is_last: whether the next backward pass reduces the gradients. Before, gradients are accumulated in full.
 
     Raises:
-        ValueError: a parameter is frozen or has no rows.
+        ValueError: a parameter is frozen, complex or has no rows.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype = torch.float32) -> None:
         for name, param in model.named_parameters():
-            if not param.requires_grad or not param.dim() or not param.numel():
-                raise ValueError(f"{name} is frozen or has no rows: use `minimal.py`, or give a scalar the shape (1,)")
+            if not param.requires_grad or param.is_complex() or not param.dim() or not param.numel():
+                message = f"{name} is frozen, complex or has no rows: use `minimal.py`, or give a scalar the shape (1,)"
+                raise ValueError(message)
         self.model, self.is_last = model, True
         inner = {param for block in blocks for param in block.parameters()}
         root = [param for param in model.parameters() if param not in inner]
         self.units = [Unit(params, dtype) for params in (root, *(list(block.parameters()) for block in blocks))]
         for number, module in enumerate((model, *blocks)):
             self._add_hooks(number, module)
+        model.register_state_dict_pre_hook(refuse_to_save)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the shards of this rank: the parameters for the optimizer."""
@@ -165,6 +171,8 @@ class HandmadeFSDP:
         elif not torch.is_grad_enabled():  # no backward pass follows
             for unit in self.units:
                 unit.free()
+        if not isinstance(output, Tensor):
+            raise TypeError(f"unit {number} returns {type(output).__name__}: let it return one tensor")
         if output.requires_grad:
             output.register_hook(lambda _: self._before_backward(number))
 
@@ -203,9 +211,19 @@ class HandmadeFSDP:
     ) -> tuple[float, float]:
         """Accumulate the gradients of this rank's micro-batches, clip them, and update the shards. Collective.
 
+        Args:
+            optimizer: elementwise, over `parameters()`.
+            micro_batches: the arguments of the model, for equally many forward passes on every rank, at least one.
+            max_norm: of the full gradient; 0 turns clipping off.
+
         Returns:
             The mean loss over the micro-batches of all ranks, and the global gradient norm before clipping.
+
+        Raises:
+            ValueError: the optimizer has other parameters.
         """
+        if not {p for group in optimizer.param_groups for p in group["params"]} <= set(self.parameters()):
+            raise ValueError("create the optimizer over `parameters()` of HandmadeFSDP, not over those of the model")
         device = next(iter(self.parameters())).device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, and of the squares of the gradient
         for i, micro_batch in enumerate(micro_batches):
@@ -222,6 +240,10 @@ class HandmadeFSDP:
         optimizer.step()
         optimizer.zero_grad()
         return loss_sum / (len(micro_batches) * dist.get_world_size()), norm
+
+
+def refuse_to_save(*_: Any) -> None:
+    raise RuntimeError("the parameters of the model have no memory: save `parameters()` of each rank")
 
 
 def main(max_iters: int = 20, micro_batches: int = 8) -> None:

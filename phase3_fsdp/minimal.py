@@ -75,19 +75,25 @@ def build_sharded_model(
             and of each unit in other floating-point dtypes are converted too; integers are not.
 
     Raises:
-        ValueError: a parameter has no elements, or `fill` has not written all of it; or a buffer has no values.
+        ValueError: a parameter has no elements or is complex, or `fill` has not written all of it; or a buffer has no
+            values.
     """
     with put_parameters_on_meta():
         model = build()
     if names := [name for name, param in model.named_parameters() if not param.numel()]:
         raise ValueError(f"give {', '.join(names)} a size: FSDP cannot shard parameters without elements, or lazy ones")
+    if names := [name for name, param in model.named_parameters() if param.is_complex()]:
+        raise ValueError(f"store {', '.join(names)} as real and imaginary parts: FSDP converts complex numbers to real")
     if names := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(f"compute the buffers {', '.join(names)} without parameters, which have no values in `build`")
     for param in model.parameters():
         is_low = param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
         param.data = (param.float() if is_low else param).contiguous()  # FSDP supports no other memory format
+    attributes = [vars(param) for param in model.parameters()]  # they may select the parameter group
     shard_units(model, find_units(model), device, dtype)
     init_shards(model, fill, device)
+    for param, values in zip(model.parameters(), attributes, strict=True):
+        vars(param).update(values)
     return model
 
 
@@ -140,7 +146,7 @@ def train_step(
 
     Args:
         model: from `build_sharded_model`. To compile it, call `model.compile()`.
-        optimizer: over its parameters.
+        optimizer: over its parameters. torch's support DTensors, except Adafactor.
         micro_batches: the arguments of `model`, for at least one forward pass, and for equally many on every rank.
         max_norm: of the full gradient; 0 turns clipping off.
 

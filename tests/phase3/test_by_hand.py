@@ -145,13 +145,46 @@ def test_a_root_may_be_empty():
     assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), None])
-def test_parameters_that_it_cannot_shard_are_refused(shape):
-    """Scalars, parameters without elements and frozen ones get one sentence with their name."""
+@pytest.mark.parametrize(
+    "param",
+    [
+        nn.Parameter(torch.ones(())),
+        nn.Parameter(torch.ones(0, 3)),
+        nn.Parameter(torch.ones(2, 2), requires_grad=False),
+        nn.Parameter(torch.ones(2, dtype=torch.complex64)),
+    ],
+    ids=["scalar", "no elements", "frozen", "complex"],
+)
+def test_parameters_that_it_cannot_shard_are_refused(param):
+    """Scalars, complex and frozen parameters and those without elements get one sentence with their name."""
     model = nn.Module()
-    model.odd = nn.Parameter(torch.ones(shape if shape is not None else (2, 2)), requires_grad=shape is not None)
-    with pytest.raises(ValueError, match="odd is frozen or has no rows"):
+    model.odd = param
+    with pytest.raises(ValueError, match="odd is frozen, complex or has no rows"):
         HandmadeFSDP(model, [])
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+def misuse() -> None:
+    """An optimizer over the model's parameters, a saved state dict and a unit with two outputs are refused."""
+    model = nn.Sequential(TwoOutputs(4, 4))
+    model[0].weight.group = "matrices"
+    wrong = torch.optim.SGD(model.parameters(), 0.1)
+    sharded = HandmadeFSDP(model, list(model))
+    assert [getattr(shard, "group", None) for shard in sharded.parameters()] == ["matrices", None]
+    with pytest.raises(ValueError, match="over `parameters\\(\\)` of HandmadeFSDP"):
+        sharded.train_step(wrong, [(torch.ones(1, 4),)], 0.0)
+    with pytest.raises(RuntimeError, match="have no memory"):
+        model.state_dict()
+    with pytest.raises(TypeError, match="unit 1 returns tuple"):
+        sharded.train_step(torch.optim.SGD(sharded.parameters(), 0.1), [(torch.ones(1, 4),)], 0.0)
+
+
+def test_misuse_is_refused():
+    run_on_ranks(misuse, 2, show=False)
 
 
 def test_low_precision_halves_the_bytes():

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -274,12 +275,29 @@ class DerivedBuffer(nn.Module):
     [
         (WithoutElements, "give empty.weight, lazy.weight, lazy.bias a size"),
         (DerivedBuffer, "compute the buffers copy without parameters"),
+        (lambda: nn.Linear(3, 3, dtype=torch.complex64), "store weight, bias as real and imaginary parts"),
     ],
 )
 def test_a_model_that_cannot_be_sharded_is_refused_by_name(build, words):
-    """Parameters without elements, lazy parameters and buffers that are computed from parameters are one error."""
+    """Parameters without elements, lazy and complex ones, and buffers that are computed from parameters are refused."""
     with pytest.raises(ValueError, match=words):
         minimal.build_sharded_model(build, lambda _: [], fill, torch.device("cpu"))
+
+
+def build_with_attributes() -> list[Any]:
+    """Return the attribute `group` of each parameter of a sharded model."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        model[0].weight.group = model[1].bias.group = "small"
+        return model
+
+    model = minimal.build_sharded_model(build, lambda _: [], fill, torch.device("cpu"))
+    return [getattr(param, "group", None) for param in model.parameters()]
+
+
+def test_parameters_keep_their_attributes():
+    assert run_on_ranks(build_with_attributes, 2, show=False) == [["small", None, None, "small"]] * 2
 
 
 def test_schedulers_resume_and_other_models_are_refused(tmp_path):

@@ -34,7 +34,9 @@ repository = os.environ.get("BOOK_REPOSITORY", "")
 if repository:
     html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
 
-MORE_SCRIPTS = {"will_it_fit": ("planner.js",)}  # scripts that the script of a page needs
+PLOT = ("vendor/d3.min.js", "vendor/plot.umd.min.js")  # Observable Plot
+# Scripts that the script of a page needs.
+MORE_SCRIPTS = {"will_it_fit": ("planner.js",), "fsdp_step": PLOT, "ring": PLOT}
 WITHOUT_SOURCE = ("index", "results/", "genindex", "search")  # pages that no single file in the repository has
 
 

@@ -14,6 +14,8 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+const rankColors = ["#8ecae6", "#ffd166", "#f4978e", "#a7c957", "#cdb4db", "#90be6d", "#e5989b", "#adb5bd"]; // as in the notebooks
+
 const formatBytes = (bytes) => `${Math.round(bytes).toLocaleString("en-US")} bytes`;
 
 // Create a labeled select. `name` is its label, and its class with dashes for blanks.
@@ -28,6 +30,14 @@ function makeSelect(name, values, value, onchange, format = String) {
 function makeTable(attributes, rows) {
   return make("table", attributes, ...rows.map((row, i) => make("tr", {}, ...row.map((cell, j) =>
     make(i && j ? "td" : "th", i && j ? {} : { scope: i ? "row" : "col" }, cell)))));
+}
+
+// Draw with Observable Plot, as one image with a label. Its parts have labels that only a role would allow.
+function drawPlot(label, options) {
+  const plot = Plot.plot({ style: "background: none; font-size: 13px", ariaLabel: label, ...options });
+  plot.setAttribute("role", "img");
+  for (const part of plot.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label");
+  return plot;
 }
 
 // Create an area that scrolls sideways on a narrow screen. It can have the focus, so that the arrow keys scroll it.

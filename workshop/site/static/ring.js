@@ -35,6 +35,45 @@ function findCrossover(first, second, latency, bandwidth) {
   return (latency * bandwidth * (first.steps.length - second.steps.length)) / (parts(second) - parts(first));
 }
 
+// Draw the ranks on a circle with their chunks, and an arrow for each message of a step. A chunk has one stripe for each
+// rank whose values it contains.
+function drawRing(chunks, sends) {
+  const count = chunks.length, width = 620, height = 400, chunkWidth = Math.min(38, 150 / count), rowHeight = 30;
+  const boxes = chunks.map((_, rank) => {
+    const angle = 2 * Math.PI * rank / count - Math.PI / 2;
+    return { rank, x: width / 2 + 215 * Math.cos(angle), y: height / 2 + 140 * Math.sin(angle) };
+  });
+  const left = ({ x }) => x - count * chunkWidth / 2;
+  const cells = boxes.flatMap((box) => chunks[box.rank].map((value, chunk) => ({
+    x1: left(box) + chunk * chunkWidth, x2: left(box) + (chunk + 1) * chunkWidth, y1: box.y - rowHeight / 2, y2: box.y + rowHeight / 2,
+    isSent: sends && [chunk, ALL_CHUNKS].includes(sends[box.rank].chunk), value })));
+  const stripes = cells.flatMap((cell) => ranksIn(cell.value ?? 0).map((rank) => {
+    const stripe = (cell.x2 - cell.x1) / count;
+    return { ...cell, rank, x1: cell.x1 + rank * stripe, x2: cell.x1 + (rank + 1) * stripe };
+  }));
+  const arrows = (sends ?? []).flatMap(({ to, chunk }, rank) => {
+    if (to === undefined) return [];
+    const [from, target] = [boxes[rank], boxes[to]], distance = Math.hypot(target.x - from.x, target.y - from.y);
+    const along = (part) => ({ x: from.x + part * (target.x - from.x), y: from.y + part * (target.y - from.y) });
+    const [begin, end, middle] = [along(0.24), along(0.76), along(0.5)];
+    const label = chunk === ALL_CHUNKS ? "all" : `chunk ${chunk}`;
+    return distance ? [{ x1: begin.x, y1: begin.y, x2: end.x, y2: end.y, x: middle.x, y: middle.y, rank, label }] : [];
+  });
+  const corners = { x1: "x1", x2: "x2", y1: "y1", y2: "y2" };
+  return drawPlot("the chunks of each rank, and the messages of this step", {
+    width, height, margin: 0,
+    x: { type: "identity", axis: null }, y: { type: "identity", axis: null },
+    marks: [
+      Plot.rect(stripes, { ...corners, fill: ({ rank }) => rankColors[rank] }),
+      Plot.rect(cells, { ...corners, stroke: "currentColor", strokeOpacity: 0.5, fill: "none" }),
+      Plot.rect(cells.filter(({ isSent }) => isSent), { ...corners, stroke: "var(--color-brand-primary)", strokeWidth: 3, fill: "none" }),
+      Plot.text(boxes, { x: "x", y: ({ y }) => y - rowHeight, text: ({ rank }) => `rank ${rank}`, fontWeight: 600 }),
+      Plot.arrow(arrows, { x1: "x1", y1: "y1", x2: "x2", y2: "y2", bend: 8, strokeWidth: 2, headLength: 7 }),
+      Plot.text(arrows, { x: "x", y: "y", text: "label", fill: "currentColor", stroke: "var(--color-background-primary)", strokeWidth: 6 }),
+    ],
+  });
+}
+
 const formatSize = (bytes) => {
   const [unit, name] = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "bytes"]].find(([each]) => bytes >= each) ?? [1, "bytes"];
   return `${Number((bytes / unit).toPrecision(3))} ${name}`;
@@ -61,11 +100,12 @@ Explorers.ring = function (root, samples) {
     const [algorithmLabel, algorithm] = makeSelect("algorithm", unique("algorithm"), "ring", restart);
     const sentence = make("p", { class: "sentence", "aria-live": "polite" });
     const volume = make("p", { class: "volume" });
-    const table = make("table", {});
+    const table = make("table", {}), picture = make("div");
     root.append(make("p", { class: "choices" }, collectiveLabel, ranksLabel, algorithmLabel));
     const run = () => find(collective.value, ranks.value, algorithm.value);
     const stepper = addStepper(root, "step of the collective", run().steps.length + 1, show);
-    root.append(sentence, makeScroll("chunks of all ranks", table), volume);
+    const legend = make("p", { class: "legend" });
+    root.append(sentence, legend, makeScroll("picture of the ring", picture), volume, makeScroll("chunks of all ranks", table));
     const showCosts = addCosts(() => [collective.value, Number(ranks.value)]);
     restart();
 
@@ -73,6 +113,8 @@ Explorers.ring = function (root, samples) {
       const hasTree = Boolean(find(collective.value, ranks.value, "tree"));
       algorithm.disabled = !hasTree;
       if (!hasTree) algorithm.value = "ring";
+      legend.replaceChildren(...rankColors.slice(0, run().ranks).flatMap((color, rank) => [
+        make("span", { class: "key", style: `background:${color}` }), `values of rank ${rank}  `]));
       stepper.setCount(run().steps.length + 1);
       showCosts();
     }
@@ -86,6 +128,7 @@ Explorers.ring = function (root, samples) {
         ? `Step ${step + 1} of ${steps.length}: ` + sends.flatMap(({ to, chunk }, rank) =>
           (to === undefined ? [] : [`rank ${rank} sends ${what(chunk)} to rank ${to}`])).join("; ") + "."
         : `After ${steps.length} steps: ${describeEnd(collective.value)}`;
+      picture.replaceChildren(drawRing(chunks, sends));
       const header = make("tr", {}, make("th", {}, ""),
         ...chunks.map((_, chunk) => make("th", { scope: "col" }, `chunk ${chunk}`)));
       table.replaceChildren(header, ...chunks.map((values, rank) => make("tr", {},
