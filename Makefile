@@ -149,7 +149,7 @@ profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, over
 matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
-suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, kernels, optimizers or seeds; resumes after a kill
+suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, depth, kernels, optimizers or seeds; resumes after a kill
 	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
 bench: .venv/.dev data  ## measure NAME=kernels, or torture (kills of saves)
 	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose kernels or torture" >&2; exit 2; }

@@ -6,8 +6,9 @@ from typing import Any
 
 
 def list_pass_at(attempts: int) -> list[int]:
-    """Return each k of pass@k: the powers of two up to the number of attempts, and this number."""
-    return [*(2**i for i in range(attempts.bit_length()) if 2**i < attempts), attempts]
+    """Return each k of pass@k: the powers of two up to the number of attempts, 10, 100, and this number."""
+    known = {2**i for i in range(attempts.bit_length())} | {10, 100, attempts}
+    return sorted(k for k in known if k <= attempts)
 
 
 def estimate_pass_at(attempts: int, right: int, k: int) -> float:

@@ -42,6 +42,8 @@ class TrainConfig(Flags):
     }
     FOREIGN_FLAGS = {
         "backend": "leave it out: the backend follows the device, which --device selects",
+        "use_fsdp": "leave it out: make phase3 always shards the model, and make baseline uses DDP",
+        "use_zero1": "leave it out: make phase1 always shards the optimizer, and make baseline uses DDP",
         "wandb_log": "use --track=wandb instead, a flag of the observer operate",
         "wandb_project": "set the environment variable WANDB_PROJECT instead",
         "wandb_run_name": "set the environment variable WANDB_NAME instead",

@@ -43,12 +43,16 @@ KERNELS = "phase2_triton.apply"  # loaded only if --kernels asks for kernels
 class FsdpConfig(TrainConfig):
     """GPT-2 training with FSDP. The defaults are the baseline's, so that the loss curves can be compared."""
 
-    FOREIGN_FLAGS = {**TrainConfig.FOREIGN_FLAGS, "fsdp_min_num_params": "use --fsdp_wrap=1e6 instead"}
+    FOREIGN_FLAGS = {
+        **TrainConfig.FOREIGN_FLAGS,
+        "fsdp_min_num_params": "use --fsdp_wrap with this number instead, such as --fsdp_wrap=1e6",
+        **dict.fromkeys(("problems", "start", "num", "tokens"), "use it with `make evaluate`, which solves problems"),
+    }
 
     fsdp_wrap: str = "block"
     """the units: block (every block), or the minimum number of parameters of a unit, a module with submodules: 1e6"""
     fsdp_reshard_after_forward: bool = True
-    """False: a unit stays unsharded from its forward pass to its backward pass; less communication, more memory"""
+    """False: a unit stays unsharded until the last backward pass of a step; less communication, more memory"""
     fsdp_shard_size: str = "all"
     """ranks that share one copy of the model: all | node (the ranks of one node) | a divisor of the world size"""
     fsdp_cpu_offload: bool = False
