@@ -1,4 +1,4 @@
-"""The capstone: a trainer with four planted faults, which the learner must fix to restore the loss curve."""
+"""The capstone: a trainer with four planted faults that change the loss curve, and one with three that only cost."""
 
 import contextlib
 import io
@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from bench.phases import load_config_class
-from phase1_zero1 import train as trainer
+from phase1_zero1 import train as zero1_trainer
+from phase3_fsdp import train as fsdp_trainer
 from workshop.exercises.exercise import Exercise, Mistake, expect, plant_mistake
 from workshop.exercises.measuring import shared_folder
 
@@ -65,16 +66,24 @@ REENTRANT = Mistake(
 )
 FAULTS = (LOCAL_NORM, SEED_OF_RANK, NO_MASK, REENTRANT)
 
+REDUCE_EACH = plant_mistake(
+    "last=micro_batch == micro_batches[-1]", "last=micro_batch >= micro_batches[0]", "reduce-scatter"
+)
+KEEP_GRADIENTS = plant_mistake("set_to_none=True", "set_to_none=False", "between two steps")
+LARGE_ROOT = plant_mistake("in reversed(units):", "in reversed(units[1:]):", "still all-gathered")
+COSTLY_FAULTS = (REDUCE_EACH, KEEP_GRADIENTS, LARGE_ROOT)
 
-def train_small() -> dict[str, Any]:
-    """Train a small model with phase 1 on all ranks, and return its metrics by step and rank 0's ledger."""
+
+def train_small(phase: str = "phase1") -> dict[str, Any]:
+    """Train a small model on all ranks, and return its metrics by step, and rank 0's collectives and memory."""
+    trainer = {"phase1": zero1_trainer, "phase3": fsdp_trainer}[phase]
     with shared_folder() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
-            config: Any = load_config_class("phase1")(**SETTINGS, out_dir=str(folder))
+            config: Any = load_config_class(phase)(**SETTINGS, out_dir=str(folder))
             trainer.train(config)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        ledger = json.loads((folder / "ledger.json").read_text())
-    return {"metrics": {line["step"]: line for line in lines}, "collectives": ledger["ranks"][0]["collectives"]}
+        ledger = json.loads((folder / "ledger.json").read_text())["ranks"][0]
+    return {"metrics": {line["step"]: line for line in lines}, **ledger}
 
 
 def describe_curves(actual: dict[int, Any], expected: dict[int, Any]) -> str:
@@ -120,6 +129,33 @@ def check_capstone(answer: ModuleType, expected: dict[str, Any]) -> None:
     )
 
 
+def check_costs(answer: ModuleType, expected: dict[str, Any]) -> None:
+    result = train_small("phase3")
+    losses, right_losses = ([line["loss"] or 0.0 for line in each["metrics"].values()] for each in (result, expected))
+    expect(
+        all(abs(a - b) <= TOLERANCE for a, b in zip(losses, right_losses, strict=True)),
+        f"The losses were right, and must stay so.\n{describe_curves(result['metrics'], expected['metrics'])}",
+    )
+    pairs = zip(result["collectives"], expected["collectives"], strict=True)
+    for row, right in sorted(pairs, key=lambda pair: pair[0]["kind"] != "reduce-scatter"):
+        expect(
+            row["tensor_bytes"] <= right["tensor_bytes"],
+            f"The losses are right, but a step has {row['tensor_bytes']:,} bytes in {row['calls']} calls of "
+            f"{row['kind']}, where {right['tensor_bytes']:,} are enough.",
+        )
+    kept, right_kept = (each["memory"]["after_step"]["gradients"] for each in (result, expected))
+    expect(
+        kept <= right_kept,
+        f"The losses and the communication are right, but {kept:,} bytes of gradients stay between two steps.",
+    )
+    gathered, right_gathered = (each["memory"]["after_forward"]["gathered"] for each in (result, expected))
+    expect(
+        gathered <= right_gathered,
+        f"The losses are right, and nothing stays between the steps, but {gathered:,} bytes are still all-gathered at "
+        f"the end of a forward pass, where {right_gathered:,} are enough.",
+    )
+
+
 EXERCISES = [
     Exercise(
         name="capstone",
@@ -141,6 +177,25 @@ EXERCISES = [
         line="norm = grad_norm",
         planted=(Mistake(tuple(edit for fault in FAULTS for edit in fault.edits), "a second backward() ran"),),
         mistakes=FAULTS,
+        limit=60.0,
+    ),
+    Exercise(
+        name="capstone.2",
+        title="Find three costs that no loss shows",
+        targets=("phase3_fsdp.train:train_step", "phase3_fsdp.fsdp:shard_units"),
+        task="""This file contains parts of the trainer of phase 3 with three planted faults. All losses are right. A
+        step sends too much, stores too much, or has too much all-gathered. The check trains on two ranks
+        with two micro-batches each, and compares the ledger of rank 0 with that of the repository's trainer.""",
+        minutes=30,
+        difficulty="advanced",
+        ranks=2,
+        check=check_costs,
+        prepare=lambda: train_small("phase3"),
+        nudge="How many micro-batches of a step must reduce gradients? What exists after the update? What is a unit?",
+        idea="Read the arguments of set_gradient_sync and of zero_grad, and ask which modules become units.",
+        line="for unit in reversed",
+        planted=(Mistake(tuple(edit for fault in COSTLY_FAULTS for edit in fault.edits), "reduce-scatter"),),
+        mistakes=COSTLY_FAULTS,
         limit=60.0,
     ),
 ]
