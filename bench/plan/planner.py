@@ -1,5 +1,6 @@
 """Predict memory and time of one phase: trace models with a few blocks and extrapolate to the full model."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -293,19 +294,20 @@ class Planner:
     def largest_batch_size(self, row: Row) -> int:
         """Return the largest batch size per micro-batch that fits, up to MAX_BATCH_SIZE; 0 if even 1 does not fit.
 
-        Memory grows with the batch size, and often linearly. The search alternates between interpolation, which finds
-        the limit at once where memory is linear, and bisection, which halves the sizes that are left.
+        Memory grows with the batch size, and often linearly. The search interpolates, which finds the limit at once
+        where memory is linear, and every third time bisects, which halves the sizes that are left.
         """
-        space, good, bad, interpolates = usable_bytes(self.job.gpu), 1, MAX_BATCH_SIZE, True
+        space, good, bad = usable_bytes(self.job.gpu), 1, MAX_BATCH_SIZE
         if self.peak_bytes(row, good) > space:
             return 0
         if self.peak_bytes(row, bad) <= space:
             return bad
-        while bad - good > 1:
+        for bisects in itertools.cycle((False, False, True)):
+            if bad - good <= 1:
+                break
             low, high = self.peak_bytes(row, good), self.peak_bytes(row, bad)  # low <= space < high
-            share = (space - low) / (high - low) if interpolates else 0.5
+            share = 0.5 if bisects else (space - low) / (high - low)
             middle = min(max(good + int(share * (bad - good)), good + 1), bad - 1)
-            interpolates = not interpolates
             good, bad = (middle, bad) if self.peak_bytes(row, middle) <= space else (good, middle)
         return good
 
