@@ -53,10 +53,10 @@ def find_package(phase: str) -> str:
     return PHASES[phase]
 
 
-def load_config_class(phase: str) -> type[TrainConfig]:
-    """Return the class of a phase's configuration, with the flags of the shell.
+def load_config_class(phase: str, model: str = "gpt2") -> type[TrainConfig]:
+    """Return the class of a phase's configuration, with the flags of the shell and of a model.
 
     Raises:
-        ConfigError: the phase is unknown.
+        ConfigError: the phase or the model is unknown.
     """
-    return add_flags(importlib.import_module(f"{find_package(phase)}.train").Config, find_default_observers())
+    return add_flags(importlib.import_module(f"{find_package(phase)}.train").Config, find_default_observers(), model)

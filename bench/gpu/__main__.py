@@ -65,8 +65,8 @@ def list_tasks(is_dry: bool) -> list[Task]:
     checked = [kernel for kernel in CASE_BUILDERS if kernel != "adamw"]  # the curves of phase 2 check AdamW
     tasks = [Task(f"check.{kernel}", 60, (kernel,)) for kernel in checked]
     tasks += [Task(f"curve.{name_trainer(*each)}", 240, each) for each in TRAINERS]
-    tasks += [Task(f"times.{kernel}", 120, (kernel,)) for kernel in CASE_BUILDERS]
     tasks += list_throughput("gpt2", 150)
+    tasks += [Task(f"times.{kernel}", 120, (kernel,)) for kernel in CASE_BUILDERS]
     tasks.append(Task("tuning", 900))
     for value in ("none", "selective", "full"):
         options = {"fsdp_activation_checkpointing": value}

@@ -56,7 +56,11 @@ def build_runs(suite: Suite, out_dir: Path, device: str) -> list[Run]:
     Raises:
         ConfigError: no phase of the suite has some field or all fields of a variant, or a configuration is invalid.
     """
-    known = {phase: {each.name for each in fields(load_config_class(phase))} for phase in suite.phases}
+    models = {str(each.get("model", "gpt2")) for each in (suite.config, *suite.variants.values())}
+    known = {
+        phase: {each.name for model in models for each in fields(load_config_class(phase, model))}
+        for phase in suite.phases
+    }
     all_names = sorted(set().union(*known.values()))
     for name in list_fields(suite):
         if name not in all_names:

@@ -86,13 +86,18 @@ def is_unlocked(directory: Path) -> bool:
 
 @pytest.mark.heavy
 def test_every_suite_has_valid_runs(tmp_path):
-    """Every suite of this repository, and the example of the documents, has valid runs. A phase without a variant's
-    fields skips it."""
+    """Every suite of this repository, the example of the documents, and a suite with another model have valid runs.
+
+    A phase without a variant's fields skips it.
+    """
     for path in SUITES.glob("*.toml"):
         runs = build_runs(load_suite(path.stem), tmp_path, "cpu")
         assert len(runs) > 1 and len({run.directory for run in runs}) == len(runs)
     runs = build_runs(load_suite("memory"), tmp_path, "cpu")
     assert {run.variant for run in runs if run.phase == "phase1"} == {"plain"}
+    text = SUITE.replace("[config]", '[variants.llama]\nmodel = "llama"\nn_kv_head = 1\n\n[config]')
+    runs = build_runs(load_suite(str(write_suite(tmp_path, text))), tmp_path, "cpu")
+    assert [run.words.count("--model=llama") for run in runs if run.variant == "llama"] == [1] * 4
     (example,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/measuring.md").read_text(), re.S)
     (tmp_path / "example.toml").write_text(example)
     runs = build_runs(load_suite(str(tmp_path / "example.toml")), tmp_path, "cpu")
