@@ -35,6 +35,16 @@ EXERCISES = [
                 ),
                 "If the full weight is saved",
             ),
+            Mistake(
+                (
+                    (
+                        "return x @ gather_rows(rows).T",
+                        "ctx.weight = gather_rows(rows)\n        return x @ ctx.weight.T",
+                    ),
+                    ("dy @ gather_rows(rows)", "dy @ ctx.weight"),
+                ),
+                "in its attributes",
+            ),
             plant_mistake(
                 "reduce_scatter(drows, dy.T @ x, dist.ReduceOp.AVG)",
                 "drows.copy_((dy.T @ x).chunk(dist.get_world_size())[dist.get_rank()])",
@@ -153,6 +163,16 @@ EXERCISES = [
                 "its own rows",
             ),
             plant_mistake(" if has else None", "", "weight decay changes it"),
+            Mistake(
+                (
+                    (
+                        "dtype=torch.float32) if param.grad is None else param.grad.float()",
+                        "dtype=self.dtype) if param.grad is None else param.grad",
+                    ),
+                    ("part[: shard.numel()].view_as(shard)", "part[: shard.numel()].view_as(shard).float()"),
+                ),
+                "add up gradients in fp32",
+            ),
         ),
     ),
 ]

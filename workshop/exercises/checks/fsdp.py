@@ -85,6 +85,12 @@ def check_sharded_linear(answer: ModuleType, _: Any) -> None:
             f"{x.nbytes + rows.nbytes}. If the full weight is saved, FSDP saves no memory: save the rows, and "
             "all-gather again.",
         )
+        kept = [
+            name
+            for name, value in vars(y.grad_fn).items()
+            if isinstance(value, Tensor) and value.numel() > rows.numel()
+        ]
+        expect(not kept, f"ctx keeps a full weight in its attributes {kept}: save the rows, and all-gather again.")
         y.backward(dy)
     exact_x = x.clone().requires_grad_()
     (exact_x @ leaf_full.T).backward(dy)
@@ -281,6 +287,25 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
         "Leave the gradient None.",
     )
     check_final_params(sharded, list(model.parameters()), expected["params"])
+    check_reduction_in_fp32()
+
+
+def check_reduction_in_fp32() -> None:
+    """In bfloat16, the reduce-scatter of a unit has 4 bytes per element, and a shard's gradient is fp32."""
+    model = SmallNet()
+    del model.spare
+    half = HandmadeFSDP(model, list(model.blocks), torch.bfloat16)
+    with CollectiveCounter() as traffic:
+        half.train_step(
+            torch.optim.SGD(half.parameters(), 0.0), [draw_batches(0)[dist.get_rank()][0].bfloat16()[None]], 0.0
+        )
+    _, size = collect_traffic(traffic.rows)["reduce-scatter"]
+    elements = dist.get_world_size() * sum(sum(unit.sizes) for unit in half.units)
+    expect(
+        size == 4 * elements,
+        f"With a computation in bfloat16, the reduce-scatters have {size} bytes for {elements} elements: add up "
+        "gradients in fp32.",
+    )
 
 
 def check_final_params(sharded: HandmadeFSDP, params: list[nn.Parameter], expected: list[Tensor]) -> None:
