@@ -323,8 +323,8 @@ assert compare_with_one_rank(curves) < 1e-5
 draw_curves(curves)
 
 # %% [markdown]
-# The three curves lie on top of each other, so they are drawn with three widths. In `nanoGPT/train.py`, now read the
-# line with `data_parallel(...)`.
+# The three curves coincide, so the lower picture shows their differences. In `nanoGPT/train.py`, now read the line with
+# `data_parallel(...)`.
 #
 # The remaining difference is rounding again: the four gradients are summed in a different order. Section (a) showed why
 # the batches agree. But dropout sets some activations to zero *at random*. How can four processes drop the same ones?

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoGPT.files import PACKAGE
 from workshop.lessons.loss_curves import Curve, compute_max_loss_difference
+from workshop.pictures import COLORS
 
 
 def pop_gradient(model: torch.nn.Module) -> Tensor:
@@ -32,13 +33,16 @@ def print_curves(curves: Mapping[int, Curve]) -> None:
 
 
 def draw_curves(curves: Mapping[int, Curve]) -> None:
-    """Draw the loss curves of 1, 2 and 4 ranks on top of each other, with lines of three widths."""
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    styles = ((9, "#c6dbef"), (5, "#6baed6"), (1.5, "#08306b"))
-    for (ranks, curve), (width, color) in zip(curves.items(), styles, strict=True):
-        axes.plot(list(curve), list(curve.values()), linewidth=width, color=color, label=f"{ranks} rank(s)")
-    axes.set(xlabel="step", ylabel="training loss (nats per token)", title="The same loss curve on 1, 2 and 4 ranks")
-    axes.legend()
+    """Draw the loss curve of 1 rank, and below it the differences of the other curves, which coincide with it."""
+    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(6, 4.5))
+    above.plot(list(curves[1]), list(curves[1].values()), color="black")
+    above.set(ylabel="loss on 1 rank\n(nats per token)", title="The same loss curve on 1, 2 and 4 ranks")
+    for (ranks, curve), color in zip([*curves.items()][1:], COLORS, strict=False):
+        differences = [1e7 * (curve[step] - curves[1][step]) for step in curve]
+        below.plot(list(curve), differences, "o-", color=color, label=ranks)
+    below.axhline(0, color="black", linewidth=0.8)
+    below.set(xlabel="step", ylabel="difference from 1 rank\n($10^{-7}$ nats per token)")
+    below.legend(title="ranks")
     figure.tight_layout()
     plt.show()
 
