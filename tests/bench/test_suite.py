@@ -110,7 +110,12 @@ def test_a_killed_suite_continues(tmp_path):
     words = ["bench.suite", f"--suite={path}", f"--out_dir={tmp_path}/out", "--device=cpu"]
     first = Program(*words)
     directory = tmp_path / "out" / "tiny"
-    wait_until(lambda: sorted(read_states(directory).values()) == ["done", "running"])
+
+    def is_in_second_run() -> bool:
+        assert first.poll() is None, first.output()
+        return sorted(read_states(directory).values()) == ["done", "running"]
+
+    wait_until(is_in_second_run)
     first.kill()
     states = read_states(directory)
     finished, running = (next(name for name in states if states[name] == state) for state in ("done", "running"))
