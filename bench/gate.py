@@ -93,7 +93,11 @@ def build_trials(phase: str, ranks: int, words: list[str], out_dir: Path) -> lis
             steps = min(steps, config.max_iters)
         fields: dict[str, Any] = {"dataset": name, "vocab_size": None} if name == "synthetic" else {}
         fields |= {"max_iters": steps, "eval_interval": steps, "log_interval": 10, "ledger": True}
-        fields |= {"warmup_iters": min(config.warmup_iters, steps // 4), "lr_decay_iters": None}
+        fields |= {
+            "diagnostics_interval": EARLY_STEPS,
+            "warmup_iters": min(config.warmup_iters, steps // 4),
+            "lr_decay_iters": None,
+        }
         fields |= {"init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
         trial_config = dataclasses.replace(config, **fields)
         check_run(trial_config, ranks, ranks)
@@ -145,6 +149,7 @@ def check_trial(trial: Trial, predicted: RunPrediction) -> Iterator[Check]:
     yield check_ledger(trial)
     yield check_memory(trial, predicted)
     yield check_speed(trial, predicted)
+    yield check_files(trial)
 
 
 def compute_unigram_entropy(dataset: str) -> float:
@@ -234,6 +239,15 @@ def check_speed(trial: Trial, predicted: RunPrediction) -> Check:
     remedy = f"profile a step: make profile PHASE={trial.runs[1].phase}"
     finding += f"limit {limit:,.0f} ({SPEED_MARGIN} x the prediction)"
     return make_check(subject, phase >= limit, finding, remedy)
+
+
+def check_files(trial: Trial) -> Check:
+    """Check that the run has left what explains a failure. A run whose ranks have different parameters has failed."""
+    run = trial.runs[1]
+    names = [f"{folder}/rank{rank}.json" for folder in ("heartbeat", "diagnostics") for rank in range(run.ranks)]
+    missing = [name for name in ("env.json", *names) if not (run.out_dir / name).exists()]
+    finding = f"missing: {', '.join(missing)}" if missing else "env.json, heartbeats and diagnostics of every rank"
+    return make_check(f"{trial.name}: files", not missing, finding, f"check that {run.out_dir} is a shared directory")
 
 
 def read_rates(lines: list[dict[str, Any]]) -> list[float]:

@@ -17,7 +17,7 @@ from nanoGPT.errors import ConfigError
 from tests.helpers.training import tiny, train_all
 
 STEPS = 40
-NAMES = ("loss", "same curve as DDP", "state and communication", "memory", "speed")
+NAMES = ("loss", "same curve as DDP", "state and communication", "memory", "speed", "files")
 PREDICTED = RunPrediction(step_seconds=0.1, peak_bytes=10**6)
 
 
@@ -25,7 +25,7 @@ PREDICTED = RunPrediction(step_seconds=0.1, peak_bytes=10**6)
 def good_trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """A trial of phase 3 on two ranks, which has ended."""
     folder = tmp_path_factory.mktemp("gate")
-    fields = {"max_iters": STEPS, "eval_interval": STEPS, "dropout": 0.0, "ledger": True}
+    fields = {"max_iters": STEPS, "eval_interval": STEPS, "dropout": 0.0, "ledger": True, "diagnostics_interval": 9}
     fields |= {"dataset": "synthetic", "batch_size": 8, "learning_rate": 2e-2, "decay_lr": False}
     fields |= {"n_layer": 1, "gradient_accumulation_steps": 2, "eval_iters": 2}
     runs = tuple(Run(folder / phase, phase, 2, "gate", 1337, [], 1.0, STEPS) for phase in ("baseline", "phase3"))
@@ -80,6 +80,7 @@ def send_more(trial: Trial) -> None:
         (stop_learning, "loss"),
         (change_loss, "same curve as DDP"),
         (send_more, "state and communication"),
+        (lambda trial: (trial.runs[1].out_dir / "heartbeat" / "rank1.json").unlink(), "files"),
     ],
 )
 def test_a_planted_fault_fails_its_check(plant, name, good_trial, tmp_path):
