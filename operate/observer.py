@@ -143,8 +143,8 @@ class Observer(observers.Observer):
         if self.heartbeat:
             self.heartbeat.close()
             if error is not None:
-                is_on_all_ranks = isinstance(error, OWN_ERRORS) and not getattr(error, "on_one_rank", False)
-                if not is_on_all_ranks and not blames_peer(error):
+                is_known = isinstance(error, (*OWN_ERRORS, SystemExit)) and not getattr(error, "on_one_rank", False)
+                if not is_known and not blames_peer(error):  # the other ranks do not have this error
                     self.heartbeat.detector.report_lost_rank(self.run.rank)
                 with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
                     self.stack_file.write("".join(traceback.format_exception(error)))

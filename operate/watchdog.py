@@ -39,6 +39,7 @@ from operate.run_files import read_json_object
 # so the stages that the GPU has reached count too.
 PROGRESS = ("step", "stages_entered", "progress_reports", "device_stages")
 GRACE_SECONDS = 2.0  # time to write stacks before processes are stopped
+EXIT_SECONDS = 15.0  # time in which ranks that respond exit after the loss of a rank; trackers may still send
 LOSS_SECONDS = 1.5  # without progress, after which a rank looks whether another rank was lost
 HAS_PROC = Path("/proc/self/stat").exists()
 MAX_CHECK_SECONDS = 2.0  # if more time passes between two checks, this process was suspended for the rest of it
@@ -302,7 +303,8 @@ def watch_children(detector: StallDetector, find_pids: Callable[[], list[int]]) 
         detector: the launcher's detector.
         find_pids: returns the process ids of the launcher's children.
     """
-    while not detector.check(time.monotonic()) and not detector.report_killed_rank():
+    while not (verdict := detector.check(time.monotonic())) and not detector.report_killed_rank():
         time.sleep(1.0)
-    time.sleep(3 * GRACE_SECONDS)  # ranks that respond exit in this time
+    is_stalled = verdict is not None and verdict[0] == STALLED
+    time.sleep(2 * GRACE_SECONDS if is_stalled else EXIT_SECONDS)  # ranks that respond exit in this time
     dump_and_kill(find_pids())
