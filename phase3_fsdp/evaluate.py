@@ -33,6 +33,7 @@ class EvaluateConfig(fsdp.FsdpConfig):
 
     def check(self, world_size: int) -> None:
         super().check(world_size)
+        self.gradient_accumulation_steps = world_size  # an evaluation accumulates nothing, so any number of ranks works
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has no trained weights: use resume, gpt2 or a directory")
 
