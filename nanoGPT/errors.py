@@ -99,6 +99,19 @@ def blames_peer(error: object) -> bool:
     return isinstance(error, PeerFailed) or any(words in str(error) for words in LOST_PEER_MESSAGES)
 
 
+def unreadable_checkpoint(path: Path, message: str, on_one_rank: bool = False) -> ConfigError:
+    """Return the error for a checkpoint that cannot be read.
+
+    Args:
+        path: of a file or a directory of the checkpoint.
+        message: what is wrong, unless the path no longer exists: then the run that saves there has deleted it.
+        on_one_rank: as in ConfigError.
+    """
+    if not path.exists():
+        message = f"{path} was deleted while it was read, because its run has saved newer checkpoints: try again"
+    return ConfigError(message, on_one_rank)
+
+
 def check_finite(step: int, loss: float, grad_norm: float | None = None) -> None:
     """Check that the loss and the gradient norm are finite, before the step can be saved in a checkpoint.
 

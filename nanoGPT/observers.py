@@ -116,6 +116,7 @@ class Observers(Observer):
         super().__init__(config)
         modules = find_modules(config.observers) if config else []
         self.members: list[Observer] = [module.Observer(config) for module in modules]
+        self.model: nn.Module | None = None
 
     def prepare(self) -> None:
         for each in self.members:
@@ -130,6 +131,7 @@ class Observers(Observer):
             each.start(run)
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
+        self.model = model
         for each in self.members:
             each.build(model, optimizer, first_step)
 
@@ -140,6 +142,8 @@ class Observers(Observer):
     def begin_step(self, step: int) -> None:
         for each in self.members:
             each.begin_step(step)
+        if self.model and not self.model.training:
+            self.model.train()  # an observer has evaluated it
 
     def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
         for each in reversed(self.members):

@@ -77,6 +77,11 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         "install one (`apt-get install g++ python3-dev`), set CC and CXX to its path, or use --compile=False",
     ),
     (
+        r"Expected to have finished reduction in the prior iteration",
+        "DDP has waited for the gradient of a parameter that a rank has not used",
+        "let every rank use all parameters in each step (docs/models.md), or use phase 1, which skips unused ones",
+    ),
+    (
         r"out of resource: shared memory",
         "a Triton kernel needs more shared memory than a multiprocessor of this GPU has",
         "remove that kernel from --kernels, or use --kernels=none",

@@ -344,6 +344,7 @@ def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> Tra
         config = parse(config_class, arguments, trainer, meeting.node.world_size, from_files)
         meeting.open(config.timeout)
         meeting.publish("config files", from_files)
+        meeting.compare_gpus()
         return config
     ranks = meeting.node.world_size
     config = parse(config_class, arguments, trainer, ranks, file_values={})  # reports a misspelt flag before they meet
@@ -352,6 +353,7 @@ def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> Tra
     if from_node_0 is None:
         (problem,) = meeting.fetch("error", [0])
         raise ConfigError(f"node 0 cannot start: {problem}")
+    meeting.compare_gpus()
     return parse(config_class, arguments, trainer, ranks, from_node_0)
 
 

@@ -120,6 +120,17 @@ class Rendezvous:
         self._wait_for_nodes(lambda: [] if is_host or is_served(address, port) else [0])
         seconds_left = max(self.deadline - time.monotonic(), 1.0)
         self.store = connect(address, port, is_host, datetime.timedelta(seconds=seconds_left))
+        self.publish("GPUS", self.node.gpus)
+
+    def compare_gpus(self) -> None:
+        """Check that every node starts equally many ranks.
+
+        Raises:
+            ConfigError: they do not, or a node is missing at the deadline.
+        """
+        gpus = self.fetch("GPUS", list(range(self.node.nnodes))) if self.node.nnodes > 1 else []
+        if len(set(gpus)) > 1:
+            raise ConfigError(f"the nodes have GPUS={gpus}: start the same number of ranks on every node")
 
     def publish(self, topic: str, value: Any) -> None:
         """Write a value, which must be JSON-serializable, for the other nodes."""

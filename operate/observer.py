@@ -22,7 +22,7 @@ from measure.memory_limits import check_memory
 from nanoGPT import observers
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, blames_peer
+from nanoGPT.errors import ConfigError, DivergedRanks, blames_peer
 from nanoGPT.job.start import OWN_ERRORS
 from operate.agreement import check_agreement
 from operate.credentials import check_credentials
@@ -82,6 +82,8 @@ class Observer(observers.Observer):
         self.device_progress: DeviceProgress | None = None
         self.tracker: Tracker | None = None
         self.memory_report: MemoryReport | None = None
+        self.sharded_params: list[nn.Parameter] = []
+        self.used_params = 0  # a hash of which of them have had a gradient, in every step
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)  # torch reads it at the first collective
 
     def prepare(self) -> None:
@@ -120,16 +122,30 @@ class Observer(observers.Observer):
         """Pass the model and the optimizer to the report of out-of-memory errors, and connect to the tracker."""
         if self.memory_report:
             self.memory_report.model, self.memory_report.optimizer = model, optimizer
+        # DDP and ZeRO-1 know which ranks have a gradient. FSDP would pair the collectives of different units.
+        self.sharded_params = list(model.parameters()) if hasattr(model, "set_requires_gradient_sync") else []
         if self.run.is_main and self.flags.track != "none":
             self.tracker = Tracker(self.config, self.flags.track, self.run, first_step, vars(model.config))
 
     def enter_stage(self, stage: str, step: int) -> None:
-        """Count the stages that the GPU reaches."""
+        """Count the stages that the GPU reaches, and note which parameters FSDP has reduced."""
         if self.device_progress:
             self.device_progress.record(self.run.progress.stages_entered)
+        if stage == "update":
+            self.used_params = hash((self.used_params, *(param.grad is not None for param in self.sharded_params)))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Send a line of metrics to the tracker."""
+        """Check that FSDP has reduced the same parameters on all ranks, and send the line to the tracker.
+
+        Raises:
+            DivergedRanks: it has not. Every rank raises it.
+        """
+        highest, lowest = self.run.max(self.used_params, -self.used_params) if self.sharded_params else (0, 0)
+        if highest != -lowest:
+            raise DivergedRanks(
+                f"up to step {line['step']} the ranks have gradients of different parameters, which FSDP has mixed up: "
+                "let every rank use the same parameters in each micro-batch (docs/models.md), or use phase 1"
+            )
         if self.tracker:
             self.tracker.log(line)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, is_out_of_memory, quote_cause
+from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, is_out_of_memory, quote_cause, unreadable_checkpoint
 from nanoGPT.files import open_regular, retry_reads
 
 INDEX = ".metadata"
@@ -66,9 +66,8 @@ class SafeReader(FileSystemReader):
         except ConfigError:
             raise
         except Exception as error:  # of many kinds, if the content is arbitrary
-            raise ConfigError(
-                f"{path} is not a valid index of shards ({quote_cause(error)}): use another checkpoint"
-            ) from None
+            message = f"{path} is not a valid index of shards ({quote_cause(error)}): use another checkpoint"
+            raise unreadable_checkpoint(path, message) from None
 
     @property
     def sizes(self) -> dict[str, torch.Size]:
@@ -101,11 +100,9 @@ def read_shards(reader: SafeReader, tensors: Mapping[str, Tensor], no_dist: bool
     except Exception as error:  # torch raises many kinds if a shard is damaged
         if is_out_of_memory(error) or blames_peer(error):
             raise
-        raise ConfigError(
-            f"the shards in {reader.path} do not match their index or the model ({type(error).__name__}: "
-            f"{quote_cause(error)}): use another checkpoint",
-            on_one_rank=True,
-        ) from None
+        message = f"the shards in {reader.path} do not match their index or the model ({type(error).__name__}: "
+        message += f"{quote_cause(error)}): use another checkpoint"
+        raise unreadable_checkpoint(Path(reader.path), message, on_one_rank=True) from None
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from nanoGPT.checkpoint.dcp_reader import INDEX, SafeReader, read_shards
 from nanoGPT.checkpoint.manifest import NewFiles
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause
+from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause, unreadable_checkpoint
 from nanoGPT.files import is_present, retry_reads
 from nanoGPT.model import GPT, ModelConfig, make_shape
 from nanoGPT.optim import LossScaler
@@ -168,7 +168,8 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
             raise
         is_unsafe = isinstance(error, pickle.UnpicklingError)
         reason = "reading it could run code" if is_unsafe else quote_cause(error)
-        raise ConfigError(f"{path} is not a checkpoint of nanoGPT ({reason}): use another checkpoint") from None
+        message = f"{path} is not a checkpoint of nanoGPT ({reason}): use another checkpoint"
+        raise unreadable_checkpoint(path, message) from None
 
 
 def remove_tied(weights: dict[str, Tensor], model_args: Mapping[str, Any]) -> None:

@@ -199,7 +199,7 @@ class Log(Observer):
         try:
             if self.out_dir.is_dir() and not path.exists():
                 self.metrics = open(path, "a", buffering=1)
-            self.metrics.write(json.dumps(line) + "\n")
+            self.metrics.write(json.dumps(line, default=float) + "\n")  # also scalars of numpy and torch
         except OSError as error:  # the disk is full: continue, because a user may free space before the next save
             self.run.print0(f"step {line['step']} is missing in metrics.jsonl ({error.strerror}): free some space")
 

@@ -197,6 +197,43 @@ def test_the_model_of_the_guide_works(tmp_path, monkeypatch):
     assert (shape.model, shape.count_params()) == ("my_llama", params)
 
 
+LAYER_DROP = """from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nanoGPT.llama import Flags, Llama, LlamaConfig
+
+
+@dataclass
+class Shape(LlamaConfig):
+    model: Literal["layer_drop"] = "layer_drop"
+
+    def create_model(self):
+        return LayerDrop(self)
+
+
+class LayerDrop(Llama):
+    def compute_features(self, idx, caches=None):
+        x = self.embed(idx, 0)
+        skipped = torch.randint(len(self.blocks), ()).item() if self.training else -1
+        for i, block in enumerate(self.blocks):
+            x = x if i == skipped else block(x, None)
+        return x
+"""
+
+
+def test_fsdp_refuses_ranks_that_use_different_blocks(tmp_path):
+    """A model that skips one random block per micro-batch ends with one sentence, and saves nothing."""
+    (tmp_path / "layer_drop.py").write_text(LAYER_DROP)
+    fields = {"model": "layer_drop", "n_layer": 4, "gradient_accumulation_steps": 2, "out_dir": tmp_path / "run"}
+    flags = make_flags(**{**TINY, **LLAMA, **fields, "max_iters": 40, "eval_interval": 40, "log_interval": 10})
+    words = ["-m", "operate.launch", "--gpus=2", "phase3_fsdp/train.py", *flags]
+    outcome = run_in_new_interpreter(*words, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    assert outcome.returncode == 1 and "gradients of different parameters" in outcome.stderr, outcome.stderr
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
 INIT = "super().__init__(shape)\n"
 # A part of the guide's model, what is added or replaces it, and the words of the error.
 MISTAKES = {

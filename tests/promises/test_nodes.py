@@ -93,6 +93,16 @@ def test_two_hosts_form_one_job(one_process, tmp_path, monkeypatch):
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5
 
 
+def test_nodes_with_other_numbers_of_ranks_are_refused(tmp_path):
+    """Both nodes name the numbers of ranks, although neither of them divides the micro-batches."""
+    fields = make_flags(**{**SHORT, "out_dir": tmp_path / "run", "device": "cpu", "gradient_accumulation_steps": 5})
+    words = ["--nnodes=2", "--master_addr=127.0.0.1", "phase3_fsdp/train.py", *fields]
+    port = find_free_port()
+    nodes = [Program("operate.launch", f"--gpus={i + 1}", f"--node_rank={i}", *words, MASTER_PORT=port) for i in (0, 1)]
+    assert [node.wait() for node in nodes] == [2, 2]
+    assert all("the nodes have GPUS=[1, 2]" in node.output() for node in nodes), [node.output() for node in nodes]
+
+
 def test_the_interface_of_the_master_is_found():
     """A loopback address uses the loopback interface, and another local address the interface that has it.
 

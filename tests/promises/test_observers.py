@@ -51,6 +51,33 @@ def test_the_examples_of_the_guide_work(modules):
     assert (modules / "run" / "checkpoints" / f"step-{lines[-1]['step'] + 1:08d}").is_dir()
 
 
+INTRUDER = """import torch
+from nanoGPT import observers
+
+class Observer(observers.Observer):
+    def build(self, model, optimizer, first_step):
+        self.model = model
+
+    def log(self, line):
+        if self.run.is_main:
+            line["mine"] = torch.tensor(0.5)
+
+    def end_step(self, step, loss_sum, grad_norm):
+        self.model.eval()
+"""
+
+
+def test_an_observer_may_leave_the_model_in_evaluation_mode(tmp_path, monkeypatch):
+    """Dropout is on again in the next step, and a tensor in a line of metrics is written as a number."""
+    (tmp_path / "intruder.py").write_text(INTRUDER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    fields = {"max_iters": 3, "eval_interval": 3, "dropout": 0.5, "log_interval": 1}
+    for name, observers in (("plain", ""), ("observed", "intruder")):
+        launch(1, out_dir=tmp_path / name, observers=observers, **fields)
+    assert losses(tmp_path / "plain") == losses(tmp_path / "observed")
+    assert '"mine": 0.5' in (tmp_path / "observed" / "metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
