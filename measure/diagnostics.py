@@ -177,7 +177,9 @@ class Diagnostics:
             return
         if isinstance(self.optimizer, SharedOptimizer):
             self.optimizer.wait_for_params()
-        values = self._measure(step, loss_sum.item(), norm.item())
+        loss, grad_norm = loss_sum.item(), norm.item()  # waits for the end of the step
+        self.run.enter_stage("diagnostics", step)  # whose time is not that of a step
+        values = self._measure(step, loss, grad_norm)
         names = ("local_loss", "grad_norm", "parameters", "replica")
         self._compare(step, self.run.gather({name: values[name] for name in names}))
 

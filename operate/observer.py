@@ -159,14 +159,14 @@ class Observer(observers.Observer):
         if self.heartbeat:
             self.heartbeat.close()
             if error is not None:
-                is_known = isinstance(error, (*OWN_ERRORS, SystemExit)) and not getattr(error, "on_one_rank", False)
-                if not is_known and not blames_peer(error):  # the other ranks do not have this error
-                    self.heartbeat.detector.report_lost_rank(self.run.rank)
                 with contextlib.suppress(OSError):  # the disk may be full, and must not hide the original error
                     self.stack_file.write("".join(traceback.format_exception(error)))
                     self.stack_file.flush()
                 with contextlib.suppress(Exception):  # an error of the flight recorder must not hide it either
                     write_collectives(self.out_dir, self.run.rank)
         if self.tracker:
-            self.tracker.close()
+            self.tracker.close()  # before the message, after which the launcher waits only EXIT_SECONDS
+        is_known = isinstance(error, (*OWN_ERRORS, SystemExit)) and not getattr(error, "on_one_rank", False)
+        if self.heartbeat and error is not None and not is_known and not blames_peer(error):
+            self.heartbeat.detector.report_lost_rank(self.run.rank)  # the other ranks do not have this error
         end_elastic_job(self.config, error)

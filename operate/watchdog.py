@@ -4,7 +4,8 @@ The ranks communicate through files under out_dir, a directory that all ranks sh
 
     heartbeat/rank{r}.json      the heartbeat of each rank, written every second
     stacks/stalled-{token}.txt  the message, written by the first process that detects the hang
-    stacks/lost-{token}.txt     the message if a rank is lost, written by that rank or by its launcher
+    heartbeat/lost-{token}.txt  the message if a rank is lost, written by that rank or by its launcher. (NFS shows a
+                                new file within a second only in a directory to which the client writes.)
 
 A rank that makes progress reads no heartbeats. On more than 64 ranks, heartbeats are read less often.
 
@@ -107,6 +108,7 @@ class StallDetector:
         self.rank, self.token = rank, token
         self.clock, self.last_check, self.next_read = 0.0, time.monotonic(), 0.0
         self.start = time.time()
+        self.own_ranks: set[int] = set()  # of a launcher: ranks that were seen to run as its children
         self.read_period = min(max(stall_seconds / 20, 1.0), 15.0) * max(1.0, world_size / 64)  # seconds
         self.statuses: dict[int, RankStatus] = {}
 
@@ -138,6 +140,7 @@ class StallDetector:
         folder = self.out_dir / "heartbeat"
         found = {rank: read_json_object(folder / f"rank{rank}.json") for rank in range(self.world_size)}
         if self.rank is None:
+            self.own_ranks |= {rank for rank, each in found.items() if each and is_child_of(each, os.getpid())}
             tokens = [each["run"] for each in found.values() if each and self.has_started(each)]
             if tokens and tokens[0] != self.token:
                 self.token, self.statuses = tokens[0], {}
@@ -166,7 +169,7 @@ class StallDetector:
     def report_killed_rank(self) -> bool:
         """Write a message for all ranks if a rank of this launcher was killed. Return whether one was."""
         for rank, status in self.statuses.items():
-            if self.has_started(status.heartbeat) and not is_alive(status.heartbeat["pid"]):
+            if rank in self.own_ranks and not is_alive(status.heartbeat["pid"]):
                 last_heartbeat = read_json_object(self.out_dir / "heartbeat" / f"rank{rank}.json")
                 if not last_heartbeat.get("ended"):
                     self.report_lost_rank(rank)
@@ -174,9 +177,14 @@ class StallDetector:
         return False
 
     def report_lost_rank(self, rank: int) -> None:
-        """Write a message for all ranks: this rank was killed, or has failed for a reason of its own."""
-        with contextlib.suppress(OSError):
-            self._write_once("lost", f"rank {rank} {LOST_RANK}: the output of its node gives the reason")
+        """Write a message for all ranks: this rank was killed, or has failed for a reason of its own.
+
+        Before the first heartbeat there is no message: without a token, the next start would read it.
+        """
+        message = f"rank {rank} {LOST_RANK}: the output of its node gives the reason"
+        if self.token:
+            with contextlib.suppress(OSError):
+                self._write_once(self.lost_file, message)
 
     def is_responding(self, rank: int) -> bool:
         """Return whether a rank's heartbeat thread still writes heartbeats."""
@@ -184,12 +192,20 @@ class StallDetector:
 
     def verdict(self) -> tuple[int, str] | None:
         """Return the exit code and the message that a process has written, about a hang or a lost rank; or None."""
-        for name, code in (("stalled", STALLED), ("lost", 1)):
+        for path, code in ((self.stalled_file, STALLED), (self.lost_file, 1)) if self.token else ():
             with contextlib.suppress(OSError):
-                text = (self.out_dir / "stacks" / f"{name}-{self.token}.txt").read_text()
+                text = path.read_text()
                 if text.endswith("\n"):
                     return code, text.strip()
         return None
+
+    @property
+    def stalled_file(self) -> Path:
+        return self.out_dir / "stacks" / f"stalled-{self.token}.txt"
+
+    @property
+    def lost_file(self) -> Path:
+        return self.out_dir / "heartbeat" / f"lost-{self.token}.txt"
 
     def _write_verdict(self, message: str) -> None:
         """Write the message about a hang.
@@ -197,18 +213,17 @@ class StallDetector:
         If it cannot be written, heartbeats cannot be written either. All ranks then get another `stall_seconds`.
         """
         try:
-            self._write_once("stalled", message)
+            self._write_once(self.stalled_file, message)
         except OSError:
             for status in self.statuses.values():
                 status.last_progress = self.clock
 
-    def _write_once(self, name: str, message: str) -> None:
-        """Write a message into stacks/, unless another process has already written it.
+    def _write_once(self, path: Path, message: str) -> None:
+        """Write a message into a file, unless another process has already written it.
 
         Raises:
             OSError: it cannot be written. Then there is no file.
         """
-        path = self.out_dir / "stacks" / f"{name}-{self.token}.txt"
         try:
             path.parent.mkdir(exist_ok=True)  # needed if the run's directory was deleted and created again
             with open(path, "x") as file:
@@ -273,7 +288,7 @@ def is_alive(pid: int) -> bool:
     """Return whether a process of this user exists. One that has exited exists until its parent has waited for it."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # a process of another user has got its number
         return False
     return True
 

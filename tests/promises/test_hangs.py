@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -344,6 +345,29 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
         check_stalled_launcher(launcher, 1, tmp_path / "locked")
     finally:
         launcher.kill()
+
+
+def test_a_start_that_fails_early_does_not_disturb_the_next_one(tmp_path):
+    """A rank that ends before its first heartbeat leaves no message that the launcher of the next start would read."""
+    for folder in ("heartbeat", "stacks"):
+        (tmp_path / folder).mkdir()
+    StallDetector(tmp_path, 2, 10.0).report_lost_rank(0)
+    assert not list(tmp_path.rglob("*.txt"))
+    for detector in (StallDetector(tmp_path, 2, 10.0, 1, "new"), StallDetector(tmp_path, 2, 10.0, 0, "new")):
+        detector.report_lost_rank(1)
+    assert [path.name for path in tmp_path.rglob("*.txt")] == ["lost-new.txt"]
+    assert StallDetector(tmp_path, 2, 10.0).verdict() is None
+    assert StallDetector(tmp_path, 2, 10.0, 0, "new").verdict() is not None
+
+
+def test_only_children_of_a_launcher_can_be_lost(tmp_path):
+    """A rank of another node with the same host name and the same process id of the launcher is not taken for dead."""
+    (tmp_path / "heartbeat").mkdir()
+    detector = StallDetector(tmp_path, 1, 10.0)
+    there = {**HEARTBEAT, "host": socket.gethostname(), "parent": os.getpid(), "pid": 2**22, "time": time.time() + 1}
+    (tmp_path / "heartbeat" / "rank0.json").write_text(json.dumps(there))
+    detector.read_heartbeats()
+    assert detector.token == "new" and not detector.report_killed_rank()
 
 
 @pytest.mark.parametrize(
