@@ -177,6 +177,7 @@ def run_as_main(words: tuple[str, ...], environment: dict[str, str]) -> None:
     """Run a program with this environment in this process, and exit with its exit code."""
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and children inherit that
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)

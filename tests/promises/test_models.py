@@ -18,7 +18,7 @@ from nanoGPT.llama import LlamaConfig
 from nanoGPT.model import KVCache, make_shape
 from nanoGPT.train_config import TrainConfig, validate
 from phase2_triton.apply import apply_kernels
-from tests.helpers.programs import make_flags, run_in_new_interpreter
+from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import ROOT, TINY, gap, tiny, train, train_all
 from workshop.ranks import losses
 
@@ -181,16 +181,14 @@ def test_the_model_of_the_guide_works(tmp_path, monkeypatch):
     flags = make_flags(**{**TINY, **LLAMA, "model": "my_llama"})
     for words in (
         ["nanoGPT/train.py", *flags, f"--out_dir={one}"],
-        ["-m", "operate.launch", "--gpus=2", "phase3_fsdp/train.py", *flags, f"--out_dir={two}"],
-        ["-m", "nanoGPT.sample", f"--out_dir={two}", "--max_new_tokens=3"],
+        ["operate.launch", "--gpus=2", "phase3_fsdp/train.py", *flags, f"--out_dir={two}"],
+        ["nanoGPT.sample", f"--out_dir={two}", "--max_new_tokens=3"],
     ):
-        outcome = run_in_new_interpreter(*words, **environment)
-        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+        outcome = run_program(*words, **environment)
+        assert outcome.code == 0, outcome.output
     assert gap(losses(one), losses(two)) <= 1e-6
-    words = ["-m", "nanoGPT.export", f"--out_dir={two}", f"--to={tmp_path / 'hf'}"]
-    exported = run_in_new_interpreter(*words, **environment)
-    assert exported.returncode == 2
-    assert "--model=my_llama has no format of Hugging Face: export it with --format=ckpt" in exported.stderr
+    exported = run_program("nanoGPT.export", f"--out_dir={two}", f"--to={tmp_path / 'hf'}", **environment)
+    assert_refused(exported, "--model=my_llama has no format of Hugging Face: export it with --format=ckpt")
     monkeypatch.syspath_prepend(tmp_path)
     shape = read_weights(str(two)).shape
     params = sum(p.numel() for p in shape.create_model().parameters())
@@ -228,9 +226,8 @@ def test_fsdp_refuses_ranks_that_use_different_blocks(tmp_path):
     (tmp_path / "layer_drop.py").write_text(LAYER_DROP)
     fields = {"model": "layer_drop", "n_layer": 4, "gradient_accumulation_steps": 2, "out_dir": tmp_path / "run"}
     flags = make_flags(**{**TINY, **LLAMA, **fields, "max_iters": 40, "eval_interval": 40, "log_interval": 10})
-    words = ["-m", "operate.launch", "--gpus=2", "phase3_fsdp/train.py", *flags]
-    outcome = run_in_new_interpreter(*words, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
-    assert outcome.returncode == 1 and "gradients of different parameters" in outcome.stderr, outcome.stderr
+    outcome = run_program("operate.launch", "--gpus=2", "phase3_fsdp/train.py", *flags, PYTHONPATH=str(tmp_path))
+    assert outcome.code == 1 and "gradients of different parameters" in outcome.output, outcome.output
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 

@@ -10,7 +10,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.observers import Observer, find_default_observers
 from nanoGPT.train_config import TrainConfig, validate
-from tests.helpers.programs import make_flags, run_in_new_interpreter
+from tests.helpers.programs import make_flags, run_program
 from tests.helpers.training import ROOT, TINY, tiny, train
 from workshop.ranks import losses, run_on_ranks
 
@@ -30,10 +30,10 @@ def modules(tmp_path, monkeypatch) -> Path:
 
 def launch(ranks: int, **fields: object) -> str:
     """Train phase 3 with torchrun, and return what it printed."""
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "phase3_fsdp/train.py"]
-    done = run_in_new_interpreter(*words, *make_flags(**{**TINY, "n_layer": 1, **fields}))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    words = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "phase3_fsdp/train.py"]
+    done = run_program(*words, *make_flags(**{**TINY, "n_layer": 1, **fields}))
+    assert done.code == 0, done.output
+    return done.output
 
 
 def test_the_examples_of_the_guide_work(modules):
