@@ -376,7 +376,9 @@ def run_one_rank(command: list[str], config: TrainConfig, watch: StallDetector) 
     code = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True).wait()
     if code < 0:
         code, reason = explain_exit(code, "", received_signals)
-        code = report_exit(config, *(watch.verdict() or (code, f"rank 0: {reason}")))
+        if (verdict := watch.verdict()) and verdict[0] == STALLED:
+            return report_exit(config, *verdict)
+        code = report_exit(config, code, f"rank 0: {reason}")
     elif code > 0:  # the rank has printed the reason
         append_to_log(config.out_dir, "launcher", f"exit code {code}")
     return code
