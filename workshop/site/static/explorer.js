@@ -32,9 +32,15 @@ function makeTable(attributes, rows) {
     make(i && j ? "td" : "th", i && j ? {} : { scope: i ? "row" : "col" }, cell)))));
 }
 
+// Create a legend: a colored square and a name for each entry.
+function makeLegend(names, colors) {
+  return make("p", { class: "legend" }, ...names.flatMap((name, i) => [make("span", { class: "entry" },
+    make("span", { class: "key", style: `background:${colors[i]}` }), name.replaceAll("_", " ")), " "]));
+}
+
 // Draw with Observable Plot, as one image with a label. Its parts have labels that only a role would allow.
 function drawPlot(label, options) {
-  const plot = Plot.plot({ style: "background: none; font-size: 13px", ariaLabel: label, ...options });
+  const plot = Plot.plot({ style: "background: none; font-size: 13px; max-width: none", ariaLabel: label, ...options });
   plot.setAttribute("role", "img");
   for (const part of plot.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label");
   return plot;

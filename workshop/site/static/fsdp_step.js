@@ -58,11 +58,11 @@ Explorers.fsdp_step = function (root, samples) {
 
   // Draw the memory of rank 0 by category, under the same axis of time.
   function drawMemory({ events, memory, begin_ms: begins }, width, end, largest) {
-    const times = [...begins[0], end];
-    const points = times.flatMap((time, i) => categories.map((category, j) =>
-      ({ time, category, megabytes: memory[0][Math.min(i, events.length - 1)][j] / 1e6 })));
+    const times = [...begins[0].slice(1), end]; // at which the events have ended
+    const points = [[begins[0][0], memory[0][0]], ...times.map((time, i) => [time, memory[0][i]])].flatMap(([time, values]) =>
+      categories.map((category, j) => ({ time, category, megabytes: values[j] / 1e6 })));
     return drawPlot("memory of rank 0 over time", {
-      width, height: 190, ...margins,
+      width, height: 200, ...margins, marginBottom: 42,
       x: { domain: [0, end], label: "milliseconds since the first event of any rank", ticks: 6 },
       y: { domain: [0, largest / 1e6], label: "memory of rank 0 (MB)", grid: true, ticks: 5 },
       color: { domain: categories, range: colors },
@@ -122,9 +122,7 @@ Explorers.fsdp_step = function (root, samples) {
     const sentence = make("p", { class: "sentence", "aria-live": "polite" });
     const timeline = make("div"), memoryPlot = make("div"), unitPlot = make("div");
     const volume = make("p", { class: "volume" }), totals = make("p");
-    const makeLegend = (names, itsColors) => make("p", { class: "legend" }, ...names.flatMap((name, i) => [
-      make("span", { class: "key", style: `background:${itsColors[i]}` }), `${name.replaceAll("_", " ")}  `]));
-    let markers = [];
+    let markers = [], lastEnd = 0;
     const run = () => find(Object.fromEntries(selects.map(([name, values, , select]) => [name, values.find((value) => String(value) === select.value)])));
     root.append(make("p", { class: "choices" }, ...selects.map(([, , label]) => label)), summary);
     const stepper = addStepper(root, "event of the step", run().events.length, show);
@@ -137,9 +135,9 @@ Explorers.fsdp_step = function (root, samples) {
       const { events, peak, loss } = run();
       const gathers = events.filter(([kind, unit]) => kind === "all-gather" && unit !== "root").length / (units.length - 1);
       summary.textContent = `In this run, a rank all-gathers each block ${gathers === 1 ? "once" : `${gathers} times`} and sends ` +
-        `${formatBytes(sent(run()))} (ring algorithm). Its peak memory is ${formatBytes(Math.max(...peak.map(sum)))}. The loss is ${loss.toFixed(6)}.`;
+        `${formatBytes(sent(run()))} (ring algorithm). Its peak memory, inside an event, is ${formatBytes(Math.max(...peak.map(sum)))}. The loss is ${loss.toFixed(6)}.`;
       const { begin_ms: begins } = run(), width = Math.max(560, root.clientWidth);
-      const end = 1.02 * Math.max(...begins.flat());
+      const end = lastEnd = 1.02 * Math.max(...begins.flat());
       const plots = [drawTimeline(run(), width, end), drawMemory(run(), width, end, largest)];
       [timeline, memoryPlot].forEach((place, i) => place.replaceChildren(plots[i]));
       markers = [...begins.map((_, rank) => addMarker(plots[0], rank)), addMarker(plots[1])];
@@ -153,8 +151,8 @@ Explorers.fsdp_step = function (root, samples) {
       const tensors = sum(events.slice(0, position + 1).map(([, , size]) => size));
       volume.textContent = `Each rank has sent ${formatBytes(tensors * (ranks - 1) / ranks)} with the ring algorithm.`;
       unitPlot.replaceChildren(drawUnits(run(), position, Math.max(560, root.clientWidth)));
-      markers.forEach((move, rank) => move(begins[rank % ranks][position]));
-      totals.replaceChildren("Memory of ", ...memory.flatMap((byEvent, rank) => [
+      markers.forEach((move, rank) => move(begins[rank % ranks][position + 1] ?? lastEnd));
+      totals.replaceChildren("The vertical lines show where each rank has finished this event. Memory after it: ", ...memory.flatMap((byEvent, rank) => [
         `${rank ? "; " : ""}rank ${rank}: `, make("span", { class: "total" }, formatBytes(sum(byEvent[position])))]), ".");
     }
   }

@@ -37,25 +37,29 @@ function findCrossover(first, second, latency, bandwidth) {
 
 // Draw the ranks on a circle with their chunks, and an arrow for each message of a step. A chunk has one stripe for each
 // rank whose values it contains.
-function drawRing(chunks, sends) {
-  const count = chunks.length, width = 620, height = 400, chunkWidth = Math.min(38, 150 / count), rowHeight = 30;
+function drawRing(chunks, sends, isRing) {
+  const count = chunks.length, width = 620, height = 400, chunkWidth = Math.min(38, 150 / count), gap = chunkWidth / 8, rowHeight = 30;
   const boxes = chunks.map((_, rank) => {
     const angle = 2 * Math.PI * rank / count - Math.PI / 2;
     return { rank, x: width / 2 + 215 * Math.cos(angle), y: height / 2 + 140 * Math.sin(angle) };
   });
   const left = ({ x }) => x - count * chunkWidth / 2;
   const cells = boxes.flatMap((box) => chunks[box.rank].map((value, chunk) => ({
-    x1: left(box) + chunk * chunkWidth, x2: left(box) + (chunk + 1) * chunkWidth, y1: box.y - rowHeight / 2, y2: box.y + rowHeight / 2,
+    chunk, x1: left(box) + chunk * chunkWidth, x2: left(box) + (chunk + 1) * chunkWidth - gap, y1: box.y - rowHeight / 2, y2: box.y + rowHeight / 2,
     isSent: sends && [chunk, ALL_CHUNKS].includes(sends[box.rank].chunk), value })));
   const stripes = cells.flatMap((cell) => ranksIn(cell.value ?? 0).map((rank) => {
     const stripe = (cell.x2 - cell.x1) / count;
     return { ...cell, rank, x1: cell.x1 + rank * stripe, x2: cell.x1 + (rank + 1) * stripe };
   }));
+  const along = (from, to, part) => ({ x: from.x + part * (to.x - from.x), y: from.y + part * (to.y - from.y) });
+  const links = boxes.map((box) => {
+    const next = boxes[(box.rank + 1) % count], [begin, end] = [along(box, next, 0.24), along(box, next, 0.76)];
+    return { x1: begin.x, y1: begin.y, x2: end.x, y2: end.y };
+  });
   const arrows = (sends ?? []).flatMap(({ to, chunk }, rank) => {
     if (to === undefined) return [];
     const [from, target] = [boxes[rank], boxes[to]], distance = Math.hypot(target.x - from.x, target.y - from.y);
-    const along = (part) => ({ x: from.x + part * (target.x - from.x), y: from.y + part * (target.y - from.y) });
-    const [begin, end, middle] = [along(0.24), along(0.76), along(0.5)];
+    const [begin, end, middle] = [0.24, 0.76, 0.5].map((part) => along(from, target, part));
     const label = chunk === ALL_CHUNKS ? "all" : `chunk ${chunk}`;
     return distance ? [{ x1: begin.x, y1: begin.y, x2: end.x, y2: end.y, x: middle.x, y: middle.y, rank, label }] : [];
   });
@@ -67,6 +71,8 @@ function drawRing(chunks, sends) {
       Plot.rect(stripes, { ...corners, fill: ({ rank }) => rankColors[rank] }),
       Plot.rect(cells, { ...corners, stroke: "currentColor", strokeOpacity: 0.5, fill: "none" }),
       Plot.rect(cells.filter(({ isSent }) => isSent), { ...corners, stroke: "var(--color-brand-primary)", strokeWidth: 3, fill: "none" }),
+      Plot.text(cells, { x: ({ x1, x2 }) => (x1 + x2) / 2, y: ({ y2 }) => y2 + 10, text: "chunk", fontSize: 11 }),
+      isRing ? Plot.arrow(links, { x1: "x1", y1: "y1", x2: "x2", y2: "y2", bend: 8, strokeOpacity: 0.2 }) : null,
       Plot.text(boxes, { x: "x", y: ({ y }) => y - rowHeight, text: ({ rank }) => `rank ${rank}`, fontWeight: 600 }),
       Plot.arrow(arrows, { x1: "x1", y1: "y1", x2: "x2", y2: "y2", bend: 8, strokeWidth: 2, headLength: 7 }),
       Plot.text(arrows, { x: "x", y: "y", text: "label", fill: "currentColor", stroke: "var(--color-background-primary)", strokeWidth: 6 }),
@@ -104,7 +110,7 @@ Explorers.ring = function (root, samples) {
     root.append(make("p", { class: "choices" }, collectiveLabel, ranksLabel, algorithmLabel));
     const run = () => find(collective.value, ranks.value, algorithm.value);
     const stepper = addStepper(root, "step of the collective", run().steps.length + 1, show);
-    const legend = make("p", { class: "legend" });
+    const legend = make("div");
     root.append(sentence, legend, makeScroll("picture of the ring", picture), volume, makeScroll("chunks of all ranks", table));
     const showCosts = addCosts(() => [collective.value, Number(ranks.value)]);
     restart();
@@ -113,8 +119,7 @@ Explorers.ring = function (root, samples) {
       const hasTree = Boolean(find(collective.value, ranks.value, "tree"));
       algorithm.disabled = !hasTree;
       if (!hasTree) algorithm.value = "ring";
-      legend.replaceChildren(...rankColors.slice(0, run().ranks).flatMap((color, rank) => [
-        make("span", { class: "key", style: `background:${color}` }), `values of rank ${rank}  `]));
+      legend.replaceChildren(makeLegend(rankColors.slice(0, run().ranks).map((_, rank) => `values of rank ${rank}`), rankColors));
       stepper.setCount(run().steps.length + 1);
       showCosts();
     }
@@ -127,8 +132,8 @@ Explorers.ring = function (root, samples) {
       sentence.textContent = sends
         ? `Step ${step + 1} of ${steps.length}: ` + sends.flatMap(({ to, chunk }, rank) =>
           (to === undefined ? [] : [`rank ${rank} sends ${what(chunk)} to rank ${to}`])).join("; ") + "."
-        : `After ${steps.length} steps: ${describeEnd(collective.value)}`;
-      picture.replaceChildren(drawRing(chunks, sends));
+        : `After ${steps.length} of ${steps.length} steps: ${describeEnd(collective.value)}`;
+      picture.replaceChildren(drawRing(chunks, sends, run().algorithm === "ring"));
       const header = make("tr", {}, make("th", {}, ""),
         ...chunks.map((_, chunk) => make("th", { scope: "col" }, `chunk ${chunk}`)));
       table.replaceChildren(header, ...chunks.map((values, rank) => make("tr", {},
