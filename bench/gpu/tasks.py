@@ -170,10 +170,10 @@ def choose_batch_size(place: Place, model: str) -> int:
 
 def compare_curves(place: Place, phase: str, kernels: str) -> dict[str, Any]:
     """Compare five steps of a trainer, eager and compiled, with the eager baseline: one loss curve."""
-    options: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_iters": 5}
-    options |= {} if kernels == "none" else {"kernels": kernels}
-    plain = {"gradient_accumulation_steps": 1, "max_iters": 5, "compile": False}
-    baseline = train_apart(place, "baseline", "gpt2", plain)["losses"]
+    batch_size = min(8, choose_batch_size(place, "gpt2"))
+    short = {"gradient_accumulation_steps": 1, "max_iters": 5, "batch_size": batch_size}
+    options: dict[str, Any] = short if kernels == "none" else {**short, "kernels": kernels}
+    baseline = train_apart(place, "baseline", "gpt2", {**short, "compile": False})["losses"]
     gaps = {}
     for mode in ("eager", "compiled")[: 1 if place.is_dry else 2]:  # to compile takes a minute on a CPU
         losses = train_apart(place, phase, "gpt2", {**options, "compile": mode == "compiled"})["losses"]
