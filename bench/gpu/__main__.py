@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.gpu.tasks import FUNCTIONS, Place, Skipped
 from bench.kernels.cases import CASE_BUILDERS
-from bench.tables.records import RESULTS, write_result_of
+from bench.tables.records import RESULTS, read_results, write_result_of
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE, write_atomically
 from nanoGPT.job.program import report_errors
@@ -191,30 +191,24 @@ def run_tasks(tasks: list[Task], place: Place, minutes: float, is_retried: bool)
 def write_report(tasks: list[Task], place: Place) -> None:
     """Write the results into bench/results, and then the tables of the documents.
 
+    Earlier results of the same GPU, versions and kernels are kept, unless their task has run again.
+
     Raises:
         ConfigError: the directory has no results of a GPU.
     """
     machine = read_record(place, Task("machine", 60))
     if machine is None or machine["result"]["is_dry"]:
         raise ConfigError(f"--to={place.folder} has no results of a GPU: run python -m bench.gpu --to=DIR there first")
-    records = [record for task in tasks if (record := read_record(place, task))]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        if record["state"] == "done" and record["result"]:
-            groups.setdefault(record["name"].partition(".")[0], []).append(record["result"])
-    origin, settings = machine["result"]["origin"], {"command": "python -m bench.gpu", "interpreted": False}
-    paths = []
-    if times := groups.get("times"):
-        rows = [row for result in times for row in result["rows"]]
-        samples = {"limits": times[0]["limits"], "rows": rows}
-        paths.append(write_result_of(origin, RESULTS, "kernels", settings, samples))
-    if speeds := groups.get("throughput"):
-        paths.append(write_result_of(origin, RESULTS, "gpu-throughput", settings, {"rows": speeds}))
-    summaries = [{name: record[name] for name in ("name", "state", "summary")} for record in records]
-    paths.append(write_result_of(origin, RESULTS, "gpu", settings, {"rows": summaries}))
+    settings = {"command": "python -m bench.gpu", "identity": machine["result"]["identity"]}
+    earlier = [
+        row for result in read_results("gpu") if result["settings"] == settings for row in result["samples"]["rows"]
+    ]
+    records = {row["name"]: row for row in earlier}
+    records |= {task.name: record for task in tasks if (record := read_record(place, task))}
+    samples = {"rows": [records[task.name] for task in list_tasks(False) if task.name in records]}
+    print(f"wrote {write_result_of(machine['result']['origin'], RESULTS, 'gpu', settings, samples)}")
     from bench.tables import tables
 
-    print(*(f"wrote {path}" for path in paths), sep="\n")
     tables.main()
 
 

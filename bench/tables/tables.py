@@ -20,7 +20,7 @@ from nanoGPT.errors import ConfigError
 DOCUMENTS = ["README.md", "docs/results.md"]
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NOT_MEASURED = "Not measured on a GPU yet.\n"
-MEGABYTES = 1e-6
+MEGABYTES, GIGABYTES = 1e-6, 1e-9
 TRAINERS = {
     "baseline": "baseline",
     "phase1": "phase 1 (ZeRO-1)",
@@ -70,26 +70,25 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of one or more results: bench/results/<name>-<hardware>.json.
+    """A table of a result on each hardware: bench/results/<name>-<hardware>.json.
 
     Attributes:
-        names: of the results.
+        name: of the result.
         columns: of the table.
         list_rows: returns the rows of a table from the samples of a result.
     """
 
-    names: tuple[str, ...]
+    name: str
     columns: tuple[Column, ...]
     list_rows: Callable[[dict[str, Any]], Iterable[Row]] = lambda samples: samples["rows"]
 
     def render(self) -> str:
-        """Return a Markdown table for each hardware. Results of interpreted kernels are left out."""
+        """Return a Markdown table for each hardware."""
         parts = []
-        for result in [result for name in self.names for result in read_results(name)]:
-            if not result["settings"].get("interpreted"):
-                rows = [[column.format(row) for column in self.columns] for row in self.list_rows(result["samples"])]
-                table = format_table([column.header for column in self.columns], rows)
-                parts.append(f"Measured on {hardware_of(result)}:\n\n{table}")
+        for result in read_results(self.name):
+            rows = [[column.format(row) for column in self.columns] for row in self.list_rows(result["samples"])]
+            table = format_table([column.header for column in self.columns], rows)
+            parts.append(f"Measured on {hardware_of(result)}:\n\n{table}")
         return "\n".join(parts)
 
 
@@ -97,12 +96,32 @@ def format_options(options: Row) -> str:
     return " ".join(f"`{name}={value}`" for name, value in options.items())
 
 
+def list_done(samples: dict[str, Any], group: str) -> list[Row]:
+    """Return the results of a group of tasks of `python -m bench.gpu`, such as throughput."""
+    return [row["result"] for row in samples["rows"] if row["name"].startswith(f"{group}.") and row["state"] == "done"]
+
+
 def list_kernels(samples: dict[str, Any]) -> Iterable[Row]:
-    """Yield the rows of the kernels, with the time that the roofline allows as a fraction of the measured time."""
-    for row in samples["rows"]:
-        yield row if "error" in row else {**row, "share": roofline_share(row, samples["limits"])}
+    """Yield a row for each pass of each kernel, with the times of the other implementations in `others`.
+
+    Its `share` is the time that the roofline allows, as a fraction of the kernel's time.
+    """
+    for result in list_done(samples, "times"):
+        for kernel in [row for row in result["rows"] if row["contender"] == "ours"]:
+            alike = [row for row in result["rows"] if row["shape"] == kernel["shape"] and row is not kernel]
+            others = [row for row in alike if row["pass"] in (kernel["pass"], "all")]  # a failed one has no passes
+            times = [f"{row['contender']} {KERNEL_TIME.format(row)}" for row in others]
+            share = None if "error" in kernel else roofline_share(kernel, result["limits"])
+            yield {**kernel, "share": share, "others": ", ".join(times)}
 
 
+def list_checks(samples: dict[str, Any]) -> list[Row]:
+    """Return the tasks that have no table of their own, and those that have failed."""
+    tabled = ("times.", "throughput.")
+    return [row for row in samples["rows"] if row["state"] != "done" or not row["name"].startswith(tabled)]
+
+
+KERNEL_TIME = Column("ours (ms)", "samples_ms", ".3f")
 TRAINER = Column("trainer", lambda row: TRAINERS[row["phase"]])
 RANKS = Column("ranks", "ranks")
 OPTIONS = Column("options", lambda row: format_options(row["options"]))
@@ -116,40 +135,45 @@ MEMORY = (
 MATRIX = (TRAINER, RANKS, OPTIONS, DIFFERENCE, *MEMORY, Column("step (ms)", "step_ms", ".0f"))
 TOKENS_PER_SECOND = Column("tokens/s", "tokens_per_second")
 
+SPEED = (
+    TRAINER,
+    Column("kernels", "kernels"),
+    TOKENS_PER_SECOND,
+    Column("peak memory (GB)", "peak_bytes", ",.1f", GIGABYTES),
+    Column("MFU", "mfu", ".1%"),
+)
+
 TABLES = {
     "eight_ranks": Table(
-        ("matrix",),
+        "matrix",
         (TRAINER, DIFFERENCE, *MEMORY),
         lambda samples: [row for row in samples["rows"] if row["ranks"] == 8 and not row["options"]],
     ),
-    "matrix": Table(("matrix",), (*MATRIX, TOKENS_PER_SECOND)),
-    "gpt2_matrix": Table(("gpt2-matrix",), (*MATRIX, TOKENS_PER_SECOND)),
-    "throughput": Table(
-        ("gpu-throughput",),
-        (
-            Column("model", "size"),
-            Column("trainer", lambda row: " ".join([TRAINERS[row["phase"]], row.get("kernels", "")]).strip()),
-            RANKS,
-            Column("mode", lambda row: "compiled" if row["compiled"] else "eager"),
-            TOKENS_PER_SECOND,
-            Column("step (ms)", "step_ms"),
-            Column("peak memory per rank (MB)", "peak_bytes", ",.1f", MEGABYTES),
-            Column("MFU", "mfu", ".1%"),
-        ),
+    "matrix": Table("matrix", (*MATRIX, TOKENS_PER_SECOND)),
+    "gpt2_matrix": Table("gpt2-matrix", (*MATRIX, TOKENS_PER_SECOND)),
+    "one_gpu": Table(
+        "gpu",
+        SPEED,
+        lambda samples: [
+            row
+            for row in list_done(samples, "throughput")
+            if row["size"] == "gpt2" and row["kernels"] in ("none", "loss")
+        ],
     ),
+    "throughput": Table("gpu", (Column("model", "size"), *SPEED), lambda samples: list_done(samples, "throughput")),
     "kernels": Table(
-        ("kernels",),
+        "gpu",
         (
             Column("kernel", "kernel"),
             Column("shape", "shape"),
             Column("pass", "pass"),
-            Column("implementation", "contender"),
-            Column("time (ms)", "samples_ms", ".3f"),
+            KERNEL_TIME,
             Column("share of the roofline limit", "share", ".0%"),
+            Column("others (ms)", "others"),
         ),
         list_kernels,
     ),
-    "gpu": Table(("gpu",), (Column("task", "name"), Column("state", "state"), Column("result", "summary"))),
+    "gpu": Table("gpu", (Column("task", "name"), Column("state", "state"), Column("result", "summary")), list_checks),
 }
 
 
@@ -170,7 +194,7 @@ def render_table(name: str) -> str:
         ConfigError: its results are missing or damaged.
     """
     text = TABLES[name].render()
-    if not text and name not in ("kernels", "gpu", "throughput"):
+    if not text and TABLES[name].name != "gpu":
         raise ConfigError(f"table {name} has no results in bench/results: measure again, or restore them from git")
     return text or NOT_MEASURED
 

@@ -34,16 +34,16 @@ def test_a_result_is_written_and_becomes_a_table(tmp_path, monkeypatch, capsys):
     document, stale = tmp_path / "a.md", "<!-- table:kernels -->\nold\n<!-- /table -->\n"
     document.write_text(stale)
     row = {"kernel": "gelu", "shape": "2", "pass": "forward", "contender": "ours", "bytes": 10, "flops": 4}
-    rows = [{**row, "samples_ms": [8.0, 1.0, 2.0]}, {**row, "contender": "liger", "error": "missing"}]
-    samples = {"limits": {"bytes_per_second": 1e4, "flops_per_second": 1e3}, "rows": rows}
-    path = records.write_result("kernels", torch.device("cpu"), {"rounds": 3}, samples)
-    result = records.read_results("kernels")[0]
+    rows = [{**row, "samples_ms": [8.0, 1.0, 2.0]}, {**row, "pass": "all", "contender": "liger", "error": "missing"}]
+    times = {"limits": {"bytes_per_second": 1e4, "flops_per_second": 1e3}, "rows": rows}
+    samples = {"rows": [{"name": "times.gelu", "state": "done", "result": times}]}
+    path = records.write_result("gpu", torch.device("cpu"), {"rounds": 3}, samples)
+    result = records.read_results("gpu")[0]
     assert result["hardware"] == describe_hardware(torch.device("cpu")) and result["samples"] == samples
     assert result["versions"]["torch"] == torch.__version__ and "git_commit" in result
     assert tables.main(check=True) == 1 and document.read_text() == stale
     assert tables.main() == tables.main(check=True) == 0 and capsys.readouterr().out == "stale: a.md\nupdated: a.md\n"
-    assert "| gelu | 2 | forward | ours | 2.000 | 200% |" in document.read_text()
-    assert "| liger | failed | failed |" in document.read_text()
+    assert "| gelu | 2 | forward | 2.000 | 200% | liger failed |" in document.read_text()
     for text in ('{"settings": {}}', "[]", "{"):
         path.write_text(text)
         document.write_text(stale)
