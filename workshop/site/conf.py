@@ -35,8 +35,8 @@ if repository:
     html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
 
 PLOT = ("vendor/d3.min.js", "vendor/plot.umd.min.js")  # Observable Plot
-# Scripts that the script of a page needs.
-MORE_SCRIPTS = {"will_it_fit": ("planner.js",), "fsdp_step": PLOT, "ring": PLOT}
+# Scripts that only the script of one page needs.
+MORE_SCRIPTS = {"will_it_fit": ("planner.js",)}
 WITHOUT_SOURCE = ("index", "results/", "genindex", "search")  # pages that no single file in the repository has
 
 
@@ -47,7 +47,7 @@ def add_page_files(app: Any, page: str, template: str, context: dict[str, Any], 
     """
     script = page.removeprefix("workshop/site/pages/")
     if script != page:
-        for name in ("explorer.js", *MORE_SCRIPTS.get(script, ())):
+        for name in ("explorer.js", *PLOT, *MORE_SCRIPTS.get(script, ())):
             app.add_js_file(name)
         app.add_js_file(f"{script}.js")
     if page.startswith(WITHOUT_SOURCE):

@@ -19,9 +19,10 @@ Explorers.flash_attention = function (root, samples) {
     const sentence = make("p", { class: "sentence", role: "status" });
     const legend = make("p", { class: "legend" }, ...[["now", "current tile"], ["gathered", "computed before"],
       ["skipped", "never computed"]].flatMap(([state, text]) => [make("span", { class: `key ${state}` }), `${text}  `]));
-    const scores = makeScroll("scores by query and key"), rows = makeScroll("running values of the queries");
+    const scores = makeScroll("scores by query and key"), weights = makeScroll("weights of the queries so far"), rows = makeScroll("running values of the queries");
     const stepper = addStepper(root, "tile", steps.length + 1, show);
-    root.append(sentence, rows, legend, scores);
+    root.append(sentence, make("p", { class: "group-title" }, "Weights so far: 2^(score - maximum) / sum, of the tiles before and the current tile"), weights,
+      make("p", { class: "group-title" }, "Running values of the queries of the tile"), rows, make("p", { class: "group-title" }, "Scores: the kernel stores one tile"), legend, scores);
     stepper.go(0);
 
     function show(position) {
@@ -29,7 +30,31 @@ Explorers.flash_attention = function (root, samples) {
       sentence.textContent = step ? describe(step, position) : describeEnd();
       rows.replaceChildren(step ? showRows(step, position) : showComparison());
       scores.replaceChildren(showScores(position));
+      weights.replaceChildren(drawWeights(position, Math.min(620, Math.max(440, weights.clientWidth))));
     }
+  }
+
+  // Draw the weight of each key for each query, with the maximum and the sum that the query has after the current tile.
+  function drawWeights(position, width) {
+    const seen = steps.slice(0, position + 1), all = Array.from({ length: tokens }, (_, i) => i);
+    const cells = seen.flatMap((step) => rowsOf(step).flatMap((i) => {
+      const latest = seen.findLast((each) => each.query === step.query);
+      return step.scores[i].flatMap((score, j) => (score === null || step.key + j >= tokens ? []
+        : [{ query: step.query + i, key: step.key + j, weight: 2 ** (score - latest.maximum[i]) / latest.sum[i] }]));
+    }));
+    const current = steps[position] ? [steps[position]] : [];
+    return drawPlot("weights of the queries so far", {
+      width, height: 0.7 * width, marginLeft: 38, marginTop: 36,
+      x: { domain: all, axis: "top", label: "key", tickSize: 0 }, y: { domain: all, label: "query", tickSize: 0 },
+      marks: [
+        Plot.cell(cells, { x: "key", y: "query", fill: "#e69f00", fillOpacity: "weight", stroke: "currentColor", strokeOpacity: 0.25 }),
+        Plot.text(cells, { x: "key", y: "query", text: ({ weight }) => weight.toFixed(2), fill: "currentColor",
+          stroke: "var(--color-background-primary)", strokeWidth: 3 }),
+        Plot.cell(current.flatMap((step) => rowsOf(step).flatMap((i) => rowsOf({ query: step.key }).map((j) => ({ query: step.query + i, key: step.key + j })))),
+          { x: "key", y: "query", fill: "none", stroke: "var(--color-brand-primary)", strokeWidth: 2 }),
+      ],
+      opacity: { domain: [0, 1], range: [0, 1] }, color: { type: "identity" },
+    });
   }
 
   function describe(step, position) {

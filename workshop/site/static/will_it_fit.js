@@ -34,8 +34,8 @@ Explorers.will_it_fit = function (root, samples) {
       make("span", { class: "key", style: `background:${colors[i]}` }),
       `${name === "gathered" ? "all-gathered parameters" : name.replaceAll("_", " ")}  `]),
       make("span", { class: "key limit" }), "usable memory of the GPU");
-    const output = makeScroll("the plan");
-    root.append(...boxes, sentence, legend, output);
+    const drawing = makeScroll("peak memory of every row"), output = makeScroll("the plan");
+    root.append(...boxes, sentence, legend, drawing, output);
     show();
 
     function show() {
@@ -43,8 +43,8 @@ Explorers.will_it_fit = function (root, samples) {
         [key, typeof asked[key] === "number" ? Number(select.value) : select.value]));
       const first = firstFitting(options);
       sentence.textContent = describe(options, first);
-      const header = ["phase, options", "fits", "peak memory by category", "peak", "state", "largest batch (sequences)",
-        "sent per step (GB)"];
+      drawing.replaceChildren(drawMemory(options, first, Math.max(320, drawing.clientWidth)));
+      const header = ["phase, options", "fits", "peak", "state", "largest batch (sequences)", "sent per step (GB)"];
       output.replaceChildren(makeTable({ class: "plan" }, [header, ...numbers.map((row) => showRow(row, options, first))]));
     }
   }
@@ -63,19 +63,36 @@ Explorers.will_it_fit = function (root, samples) {
     return { baseline: "DDP", phase1: "ZeRO-1", phase2: "DDP, Triton kernels", phase3: "FSDP" }[phase];
   }
 
+  // Draw the peak memory of every row by category, up to twice the usable memory of the GPU.
+  function drawMemory(options, first, width) {
+    const usable = planner.usableBytes(options.gpu) / constants.GIB;
+    const bars = numbers.filter((row) => !planner.findProblem({ ...options, row })).flatMap((row) => planner.plan({ ...options, row }).peak
+      .map((bytes, i) => ({ row, category: categories[i], gib: bytes / constants.GIB, title: `${categories[i]}: ${inGib(bytes)}` })));
+    return drawPlot("peak memory of every row", {
+      width, height: 60 + 30 * rows.length, marginLeft: width < 600 ? 150 : 330, marginRight: 16, marginBottom: 40,
+      x: { domain: [0, 2 * usable], clamp: true, grid: true, label: "peak memory per GPU (GiB)", ticks: width < 600 ? 4 : 8 },
+      y: { domain: numbers, label: null, tickSize: 0, tickFormat: (row) => shorten(rows[row].name, width < 600 ? 19 : 44) },
+      color: { domain: categories, range: colors },
+      marks: [
+        Plot.barX(bars, { x: "gib", y: "row", fill: "category", title: "title", order: categories }),
+        Plot.ruleX([usable], { stroke: "currentColor", strokeWidth: 3 }),
+        Plot.barX(first === undefined ? [] : [first], { x1: 0, x2: 2 * usable, y: (row) => row, fill: "none",
+          stroke: "var(--color-brand-primary)", strokeWidth: 2 }),
+      ],
+    });
+  }
+
+  function shorten(name, length) { return name.length > length ? `…${name.slice(1 - length)}` : name; }
+
   function showRow(row, options, first) {
     const name = make("span", {}, make("span", { class: row === first ? "first-fitting" : "" }, rows[row].name),
       make("span", { class: "method" }, methodOf(rows[row])));
     const problem = planner.findProblem({ ...options, row });
-    if (problem) return [name, "no", problem, "", "", "", ""];
-    const result = planner.plan({ ...options, row }), usable = planner.usableBytes(options.gpu);
-    const scale = 50 / usable; // the limit is in the middle of the bar
-    const parts = result.peak.map((bytes, i) => make("span",
-      { style: `width:${bytes * scale}%;background:${colors[i]}`, title: `${categories[i]}: ${inGib(bytes)}` }));
-    const bar = make("div", { class: "bar limited" }, ...parts);
+    if (problem) return [name, "no", problem, "", "", ""];
+    const result = planner.plan({ ...options, row });
     const state = Object.values(result.state_bytes).reduce((sum, each) => sum + each, 0);
     const largest = planner.largestBatch({ ...options, row }), isMaximum = largest === Math.max(...sizes.batch_size);
-    return [name, result.fits ? "yes" : "no", bar, inGib(result.peak_bytes), inGib(state),
+    return [name, result.fits ? "yes" : "no", inGib(result.peak_bytes), inGib(state),
       `${largest}${isMaximum ? "+" : ""}`, (result.sent_bytes / 1e9).toFixed(2)];
   }
 };
