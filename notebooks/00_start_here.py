@@ -90,7 +90,7 @@ checks = {
     "the data is prepared": (has_data, "make data"),
     "2 GB of the disk are free": (gigabytes_free > 2, "delete old runs under out/"),
     "there are 2 cores or more": ((os.cpu_count() or 1) >= 2, "everything works, but more slowly"),
-    "Triton is installed": (importlib.util.find_spec("triton") is not None, "only notebooks 4 and 5 need it (Linux)"),
+    "Triton is installed": (importlib.util.find_spec("triton") is not None, "only notebooks 4, 4b and 5 need it (Linux)"),
     "4 ranks communicate": (can_communicate(), "allow connections to 127.0.0.1 in your firewall"),
 }
 for name, (is_ok, remedy) in checks.items():
@@ -145,7 +145,8 @@ draw_who_holds_what(
 # | [1. One process, then multiple ranks](01_one_process.ipynb) | 45 | - | Why is the loss curve the same on 1, 2 and 4 ranks? |
 # | [2. Collectives](02_collectives.ipynb) | 50 | 1 | What do ranks send, how much, and how long does it take? |
 # | [3. ZeRO-1](03_zero1.ipynb) | 65 | 1 | Can we shard the optimizer state for free? |
-# | [4. Triton](04_triton.ipynb) | 90 | 1 | How fast can a kernel be, and how do we check one? |
+# | [4. Triton](04_triton.ipynb) | 55 | 1 | How do we write and check a kernel? |
+# | [4b. Compiled kernels](04b_compiled_kernels.ipynb) | 35 | 4 | How fast can a kernel be? |
 # | [5. Inside a GPU](05_triton_attention.ipynb) | 60 | 4 | How do matrix products and attention read less memory? |
 # | [6. FSDP](06_fsdp.ipynb) | 65 | 3 | What does it cost to shard the parameters as well? |
 # | [7. Checkpoints and faults](07_checkpoints_and_faults.ipynb) | 45 | 6 | What remains after a kill? |

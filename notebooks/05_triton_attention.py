@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5. Inside a GPU: tiled matrix products and flash attention
 #
-# *60 minutes. Read [notebook 4](04_triton.ipynb) first, for programs, masks and the roofline. You need Linux, but no
-# GPU.*
+# *60 minutes. Read [notebook 4](04_triton.ipynb) first, for programs and masks, and
+# [4b](04b_compiled_kernels.ipynb) for the roofline. You need Linux, but no GPU.*
 #
 # A GPU can multiply and add much faster than it can read its memory. Two kernels decide the speed of a GPT: the matrix
 # product and attention. **How do they compute so much with so few reads?**
@@ -364,7 +364,7 @@ assert out.item() == 64
 # |---|---|---|
 # | races | programs run one after the other | no kernel writes where another one writes; sums go through partial results in a fixed order |
 # | speed | NumPy computes | bytes and FLOPs by formula; `make bench NAME=kernels` on a GPU |
-# | registers and spills | there are none | compiled ahead of time for real architectures (notebook 4, section h) |
+# | registers and spills | there are none | compiled ahead of time for real architectures (notebook 4b, section a) |
 # | tensor cores | products are computed in fp32 | the machine code is searched for their instructions |
 # | serialized `wgmma` | on an H100, `wgmma` instructions overlap, unless ptxas makes each one wait for the one before it. With Triton 3.6 it does so in the backward pass of attention (dk and dv) with three stages, and not with two | [`make check-ptx`](../docs/measuring.md#compiled-code-will-it-run-on-a-gpu) reads ptxas's warnings |
 # | fp64 constants | Python floats look the same | the compiled code is searched for fp64 instructions |

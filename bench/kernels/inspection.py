@@ -1,6 +1,6 @@
 """Compile a Triton kernel in another process, and return facts about its machine code and the compiler stages.
 
-Notebook 4 uses it: its own process has imported Triton with the interpreter on, so it cannot compile. The other
+Notebook 4b uses it: its own process has imported Triton with the interpreter on, so it cannot compile. The other
 process needs no GPU either, because the target architecture is an argument of the compiler.
 """
 

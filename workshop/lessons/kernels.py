@@ -1,4 +1,4 @@
-"""Helpers of notebook 4: count memory traffic, guard bands, the accuracy rule, checkers, and tables.
+"""Helpers of notebooks 4 and 4b: count memory traffic, guard bands, the accuracy rule, checkers, and tables.
 
 `workshop/lessons/roofline.py` draws the roofline.
 """

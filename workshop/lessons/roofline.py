@@ -1,4 +1,4 @@
-"""The roofline of notebook 4: the highest speed that each kernel can reach on a GPU, as a table and as a picture."""
+"""The roofline of notebook 4b: the highest speed that each kernel can reach on a GPU, as a table and as a picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
