@@ -278,6 +278,7 @@ def test_a_plan_is_consistent(capsys, monkeypatch):
         assert row["fits"] and row["largest_batch_size"] == 1 and row["total_bytes"] == sum(row["bytes"].values())
         for speed in row["speed"].values():
             assert speed["days"] == pytest.approx(1e9 / speed["tokens_per_second"] / 86400)
+    assert "needs up to 0.03 GiB less" in text  # 10 bytes for each of 64 x 50,304 logits
     assert "about 3,813 tokens per micro-batch in the forward pass, and from 5,720 in a backward" in text
     (offloaded,) = [row for row in plan["rows"] if row["host_bytes"]]
     assert offloaded["host_bytes"] == 8 * sum(offloaded["state_bytes"].values()) and "GiB of model state with" in text
