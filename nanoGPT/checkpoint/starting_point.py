@@ -71,6 +71,12 @@ def read_starting_point(
     weights = None
     if checkpoint:
         check_resume(config, data, checkpoint, trains)
+        old_end, new_end = (find_decay_end(values) for values in (checkpoint.manifest["config"], vars(config)))
+        if trains and config.decay_lr and not config.eval_only and old_end != new_end:
+            run.print0(
+                f"the learning rate now decays until step {new_end} instead of {old_end}, so it changes at once: "
+                f"--lr_decay_iters={old_end} keeps the decay as it was"
+            )
         shape = read_shape(checkpoint.path, checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
@@ -127,6 +133,11 @@ def check_model(shape: ModelConfig) -> None:
 def find_blocks(model: GPT) -> torch.nn.Module | None:
     """Return the module at the path BLOCKS; None if there is none."""
     return dict(model.named_modules()).get(model.config.BLOCKS)
+
+
+def find_decay_end(values: Mapping[str, Any]) -> int:
+    """Return the step at which the learning rate reaches min_lr, from the values of a configuration."""
+    return values["max_iters"] if values["lr_decay_iters"] is None else values["lr_decay_iters"]
 
 
 # ---- checks of a checkpoint that is resumed or evaluated

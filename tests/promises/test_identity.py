@@ -165,6 +165,19 @@ def test_the_best_step_is_resumed(sources, tmp_path):
     assert read_metric(tmp_path / "run", "loss") == read_metric(sources / "run", "loss")
 
 
+def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
+    """A resume with more steps says that the learning rate changes at once. The flag that it names keeps the decay."""
+    rates = {}
+    for flags in ("--max_iters=12", "--max_iters=12 --lr_decay_iters=6"):
+        shutil.copytree(sources / "run", tmp_path / flags)
+        words = ["--init_from=resume", f"--out_dir={tmp_path / flags}", *flags.split()]
+        outcome = run_program("nanoGPT/train.py", *words)
+        rates[flags] = read_metric(tmp_path / flags, "lr")
+        assert ("--lr_decay_iters=6 keeps the decay" in outcome.output) == (flags == "--max_iters=12"), outcome
+    moved, kept = rates.values()
+    assert moved[6] > moved[5] == kept[5] > kept[6] == TrainConfig.min_lr
+
+
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(sources, tmp_path):
     """A damaged checkpoint is skipped only if another one may be used."""
     shutil.copytree(sources / "run", tmp_path / "run")
