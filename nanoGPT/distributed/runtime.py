@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanoGPT.distributed.environment import RANK_VARIABLES
+from nanoGPT.distributed.environment import RANK_VARIABLES, environment_number
 from nanoGPT.errors import ConfigError
 from nanoGPT.observers import Observers
 
@@ -322,6 +322,12 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
         raise ConfigError(
             f"the environment has invalid values, {values}: start ranks with torchrun, or unset these variables"
         )
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if not values and environment_number(name) > 1:
+            raise ConfigError(
+                f"srun or mpirun has started {os.environ[name]} copies of this program ({name}), and each would train "
+                f"alone: let it start one torchrun on each node, as operate/deploy/slurm.sh does, or unset {name}"
+            )
     rank, world_size = int(values.get("RANK", 0)), int(values.get("WORLD_SIZE", 1))
     local_rank, local_world_size = int(values.get("LOCAL_RANK", rank)), int(values.get("LOCAL_WORLD_SIZE", world_size))
     first = rank - local_rank  # of the ranks of this node, which follow each other

@@ -143,12 +143,13 @@ WRONG_ENVIRONMENTS = [
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
     ({"TORCHELASTIC_MAX_RESTARTS": "many"}, "TORCHELASTIC_MAX_RESTARTS=many"),
     ({"RANK": "5", "WORLD_SIZE": "2"}, "the environment "),
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "srun or mpirun has started 2 copies of this program"),
 ]
 
 
 @pytest.mark.parametrize(("environment", "message"), WRONG_ENVIRONMENTS)
 def test_a_wrong_launcher_environment_is_refused(environment, message, tmp_path, monkeypatch):
-    """RANK without an address, or a port or a count that is not a number, prints one error and exits with code 2."""
+    """RANK without an address, a wrong port or count, or copies without ranks: one error, and exit code 2."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert_refused(run_program("nanoGPT/train.py", *make_run_flags(tmp_path), **environment), message)
