@@ -126,14 +126,14 @@ def check_finite(step: int, loss: float, grad_norm: float | None = None) -> None
         )
 
 
-def did_you_mean(name: str, names: list[str]) -> str:
+def did_you_mean(name: str, names: list[str], prefix: str = "") -> str:
     """Return "; did you mean ...?" with the closest known name, or "" if no name is close.
 
-    Names that begin with `name`, in upper or lower case, are preferred.
+    Names that begin with `name`, in upper or lower case, are preferred. `prefix` is printed before the name.
     """
     longer_names = [known for known in names if known.lower().startswith(name.lower())]
     closest = difflib.get_close_matches(name.lower(), longer_names, n=1) or difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {closest[0]}?" if closest else ""
+    return f"; did you mean {prefix}{closest[0]}?" if closest else ""
 
 
 def import_optional(module: str, flag: str) -> Any:

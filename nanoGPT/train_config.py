@@ -44,6 +44,22 @@ class TrainConfig(Flags):
         "backend": "leave it out: the backend follows the device, which --device selects",
         "use_fsdp": "leave it out: make phase3 always shards the model, and make baseline uses DDP",
         "use_zero1": "leave it out: make phase1 always shards the optimizer, and make baseline uses DDP",
+        "lr": "use --learning_rate instead",
+        "wd": "use --weight_decay instead",
+        **dict.fromkeys(
+            ("steps", "max_steps", "epochs", "num_epochs"), "use --max_iters, the number of updates, instead"
+        ),
+        **dict.fromkeys(("max_grad_norm", "clip_grad"), "use --grad_clip instead"),
+        **dict.fromkeys(("seq_len", "seq_length"), "use --block_size instead"),
+        **dict.fromkeys(("hidden_size", "d_model"), "use --n_embd instead"),
+        **dict.fromkeys(("bf16", "amp", "precision"), "use --dtype=bfloat16 instead"),
+        "fp16": "use --dtype=float16 instead",
+        "resume": "use --init_from=resume instead",
+        "gradient_checkpointing": "use --fsdp_activation_checkpointing=full of phase 3 instead",
+        **dict.fromkeys(
+            ("gpus", "nproc", "world_size"),
+            "leave it out: the launcher sets the number of ranks, as in `make phase3 GPUS=4`",
+        ),
         "wandb_log": "use --track=wandb instead, a flag of the observer operate",
         "wandb_project": "set the environment variable WANDB_PROJECT instead",
         "wandb_run_name": "set the environment variable WANDB_NAME instead",

@@ -64,7 +64,7 @@ def read_values(target: Any, arguments: list[str]) -> dict[str, Any]:
         if not flag.startswith("--"):
             raise ConfigError(f"{argument} is not a flag: write --name=value; --help lists all flags")
         if name not in names:
-            advice = did_you_mean(f"--{name}", [f"--{each}" for each in names]) or "; --help lists all flags"
+            advice = did_you_mean(name, names, "--") or "; --help lists all flags"
             raise ConfigError(f"unknown flag {flag}{advice}")
         if not equals and hints[name] is not bool:
             raise ConfigError(f"--{name} needs a value: write --{name}=VALUE")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from bench.gpu.__main__ import parse_arguments
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.job.program import command_line
+from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.sample import SampleConfig
 from nanoGPT.train import learning_rate
-from nanoGPT.train_config import TrainConfig
+from nanoGPT.train_config import TrainConfig, field_names
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import Program, make_flags
 from tests.helpers.training import ROOT, TINY, call_train_all, read_metric, tiny, train, train_all
@@ -48,6 +50,16 @@ def test_short_forms_of_flags(words, expected):
     config = parse(FsdpConfig, ["--device=cpu", *words], ROOT / "phase3_fsdp" / "train.py")
     config.check(4)
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_flags_of_other_trainers_have_an_answer():
+    """A flag of another trainer is refused. The flags that the answer names exist."""
+    known = field_names(add_flags(FsdpConfig, find_default_observers()))
+    for name, answer in FsdpConfig.FOREIGN_FLAGS.items():
+        assert name not in known and set(re.findall(r"--(\w+)", answer)) <= {*known}
+    for flag, words in (("--lr=1", "use --learning_rate instead"), ("--wdd=1", "unknown flag --wdd; --help lists")):
+        with pytest.raises(ConfigError, match=words):
+            parse(FsdpConfig, ["--device=cpu", flag], ROOT / "phase3_fsdp" / "train.py")
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
