@@ -41,7 +41,7 @@ from workshop.ranks import RankFailed, run_on_ranks
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, *mark_slow(8)])
+@pytest.mark.parametrize("ranks", [1, 4, *mark_slow(2, 8)])
 def test_every_option_with_every_other(ranks, tmp_path):
     """In each row of a covering array of all options, losses match the baseline's.
 
