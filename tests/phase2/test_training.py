@@ -199,7 +199,7 @@ def test_compiled_equals_eager(tmp_path, device):
     assert gap(eager, compiled) <= 1e-5
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_full_model_is_one_graph():
     """torch.compile(fullgraph=True) compiles the model with all kernels. Gradients match eager mode's, also in
     autocast."""
