@@ -396,7 +396,6 @@ for ranks in (2, 4):
 # | `collectives.1` | write the reduce-scatter |
 # | `collectives.2` | write the all-gather |
 # | `collectives.3` | compose the all-reduce, for any length |
-# | `collectives.4` | write the broadcast |
 # | `ddp.1` | average all gradients in one buffer |
 # | `ddp.2` | average them during the backward pass |
 # | `memory.3` | predict the volume |

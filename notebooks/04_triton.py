@@ -775,9 +775,9 @@ assert all(is_accurate(result, sum_in_order(terms), exact) for result in (dw, at
 # ## Exercises
 #
 # `make exercise N=triton.1` and the exercises after it let you write parts of this chapter again: LayerNorm and its
-# backward pass, online softmax, attention, AdamW and the position embedding. `make check N=triton.1` runs your code
-# on real ranks and explains what is wrong. The exercises `bugs.1` to `bugs.5` are a bug hunt in the kernels of phase
-# 2. `docs/exercises.md` lists all of them.
+# backward pass, online softmax and attention. `make check N=triton.1` runs your code on real ranks and explains what is
+# wrong. The exercises `bugs.1` to `bugs.4` are a bug hunt in the kernels of phase 2. `docs/exercises.md` lists all of
+# them.
 #
 # Exercises 1 and 2 have a checker. It prints what is wrong with a solution, or nothing if the solution is correct. The
 # next cell tries the checkers on torch's own solutions and on two wrong ones.

@@ -268,7 +268,7 @@ for T in (16, 128):
 # %% [markdown]
 # Rows 0 to 15 are right, because they have only one tile of keys. Most other rows are wrong: those in which a later
 # tile raises the maximum. A test with short sequences would pass. This is why every kernel of this repository is tested
-# with several tiles, and with sizes that are not multiples of a tile. (`bugs.5` is such a bug.)
+# with several tiles, and with sizes that are not multiples of a tile. (`bugs.4` is such a bug.)
 #
 # ## e. The backward pass: recompute the attention weights
 #
@@ -391,13 +391,11 @@ assert out.item() == 64
 # | exercise | task |
 # |---|---|
 # | `tiles.1` | multiply two matrices in tiles |
-# | `tiles.2` | swizzle the order of the tiles |
-# | `tiles.3` | count the reads of a cache |
-# | `tiles.4` | write flash attention |
-# | `tiles.5` | write the gradient of its queries |
+# | `tiles.2` | write flash attention |
+# | `tiles.3` | write the gradient of its queries |
 # | `triton.2` | add a tile to an online softmax |
 # | `triton.3` | write causal attention over all keys |
-# | `bugs.5` | fix an attention that is right only for short sequences |
+# | `bugs.4` | fix an attention that is right only for short sequences |
 #
 # **1. Rectangular tiles.** Predict first: a tile has BM x BN sums, and the registers allow 16,384 of them. How many
 # elements does the product load for 128 x 128, 256 x 64 and 512 x 32? Check it with the counter and smaller tiles.

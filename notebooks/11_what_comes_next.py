@@ -561,10 +561,9 @@ assert sent == 64 * C * 4 * 3 / 4
 # | exercise | task |
 # |---|---|
 # | `parallel.1` | write the two autograd functions of tensor parallelism |
-# | `parallel.2` | count each gradient once in the global norm |
-# | `parallel.3` | order the passes of a pipeline, 1F1B |
-# | `parallel.4` | write ring attention |
-# | `collectives.1` to `collectives.4` | write the collectives of this chapter on send and receive |
+# | `parallel.2` | order the passes of a pipeline, 1F1B |
+# | `parallel.3` | write ring attention |
+# | `collectives.1` to `collectives.3` | write the collectives of this chapter on send and receive |
 # | `triton.2` | add a tile to an online softmax |
 #
 # **1. Biases.** Predict first: the model above has no biases. With `bias=True`, which part of each bias does a rank

@@ -1,9 +1,9 @@
 """Put a recording into an interactive page, as the data for its script.
 
 A page contains the line `<!-- explorer: NAME -->`. The build replaces it with the recording
-`docs/data/NAME.json`, which the script `workshop/site/static/NAME.js` reads. `workshop.site.recordings` writes the
-formulas of the page "Will it fit?". The runs of the other pages were recorded once. Commit 412b0bb is the last that has
-the programs, in `workshop/site/recordings`.
+`docs/data/NAME.json`, which the script `workshop/site/static/NAME.js` reads. Each was recorded once, with a program in
+`workshop/site/recordings`. Commit 412b0bb is the last that has all of these programs. The one of the page "Will it
+fit?" is needed after a change of the planner: `git checkout 6472289 -- workshop/site/recordings` brings it back.
 """
 
 import json

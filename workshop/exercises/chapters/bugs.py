@@ -3,7 +3,6 @@
 from workshop.exercises.checks.bugs import (
     FIX,
     HALF_SUM,
-    check_ignored,
     check_long_sequences,
     check_sums,
     check_tail,
@@ -104,28 +103,6 @@ EXERCISES = [
     ),
     Exercise(
         name="bugs.4",
-        title="Fix a loss that makes all weights NaN",
-        targets=("phase2_triton.kernels.cross_entropy:reduce",),
-        task=f"{FIX} In fine-tuning, the targets of a prompt are ignored. A run stopped with a loss that is not "
-        "finite, in the first batch that contained only prompts.",
-        minutes=5,
-        difficulty="easy",
-        check=check_ignored,
-        nudge="How many targets count in such a batch?",
-        idea="Divide by at least 1.",
-        line="return total if",
-        planted=(plant_mistake(".clamp(min=1)", "", "0 / 0 is NaN"),),
-        mistakes=(
-            plant_mistake(
-                "is_counted.sum().clamp(min=1)", "is_counted.numel()", "divide by the number of targets that count"
-            ),
-            plant_mistake(
-                "is_counted.sum().clamp(min=1)", "(is_counted.sum() + 1)", "divide by the number of targets that count"
-            ),
-        ),
-    ),
-    Exercise(
-        name="bugs.5",
         title="Fix an attention that is right only for short sequences",
         targets=("phase2_triton.kernels.attention:forward_kernel",),
         task=f"{FIX} Sequences that fit into one block of keys are right. The saved lse is right for all lengths, "

@@ -4,7 +4,6 @@ from workshop.exercises.checks.collectives import (
     NO_RECEIVER,
     check_all_gather,
     check_all_reduce,
-    check_broadcast,
     check_reduce_scatter,
 )
 from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
@@ -95,39 +94,5 @@ EXERCISES = [
             ),
         ),
         on_hang=NO_RECEIVER,
-    ),
-    Exercise(
-        name="collectives.4",
-        title="Broadcast from rank to rank",
-        targets=("workshop.collectives:broadcast",),
-        task="""Naive ZeRO-1 broadcasts each updated parameter from its owner. Write a broadcast from any source
-        rank: the source sends to the next rank, and each rank passes the values on, except the last one.""",
-        minutes=10,
-        difficulty="easy",
-        ranks=4,
-        check=check_broadcast,
-        nudge="The ring starts at the source. Which rank must not send, and which one must not receive?",
-        idea="Compute the distance of this rank from the source. Receive if it is above 0; send if it is below N - 1.",
-        line="position =",
-        mistakes=(
-            plant_mistake(
-                """    if position > 0:
-        dist.recv(values, (rank - 1) % ranks)
-    if position < ranks - 1:
-        dist.send(values, (rank + 1) % ranks)
-""",
-                """    if position > 0:
-        dist.recv(values, source)
-    for other in range(ranks if position == 0 else 0):
-        if other != source:
-            dist.send(values, other)
-""",
-                "the link of the source is then the bottleneck",
-            ),
-            plant_mistake("(rank - source) % ranks", "rank", "is its distance from the source"),
-            plant_mistake("if position > 0:", "if True:", "the source must not receive", hangs=True),
-        ),
-        on_hang="A rank waits for a message that no rank sends: the source must not receive, and the last rank must "
-        "not send.",
     ),
 ]

@@ -61,7 +61,7 @@ EXERCISES = [
         task="""The ledger and the planner compare strategies by the bytes that a rank sends with the ring
         algorithm. Return them for a full tensor of `tensor_bytes` bytes. For a
         broadcast, return the mean over the ranks: N - 1 ranks send the full tensor, and the last rank sends nothing.
-        (The exercises collectives.1 to collectives.4 implement the ring.)""",
+        (The exercises collectives.1 to collectives.3 implement the ring.)""",
         minutes=5,
         difficulty="easy",
         check=check_ring_bytes,

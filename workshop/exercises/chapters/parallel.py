@@ -1,7 +1,6 @@
 """Exercises on the methods beyond data parallelism: tensor, pipeline and context parallelism, on real ranks."""
 
 from workshop.exercises.checks.parallel import (
-    check_divided_norm,
     check_pipeline,
     check_ring_attention,
     check_tensor_parallel,
@@ -46,30 +45,6 @@ EXERCISES = [
     ),
     Exercise(
         name="parallel.2",
-        title="Count each gradient once in the global norm",
-        targets=(f"{NOTEBOOK}:norm_over_ranks",),
-        task="""With tensor parallelism, some parameters are divided among the ranks, and is_divided(name) says which.
-        The others (embeddings, LayerNorms) are full on every rank, with the same gradient. Return the global gradient
-        norm, the same on every rank: that of the undivided model. grad_norm(gradients) returns the norm of a list.""",
-        minutes=10,
-        difficulty="easy",
-        ranks=2,
-        check=check_divided_norm,
-        nudge="Which squares must be added over the ranks, and which does a rank already have in full?",
-        idea="All-reduce the squared norm of the divided gradients only, then add that of the full ones.",
-        line="squares = grad_norm(divided)",
-        mistakes=(
-            plant_mistake(
-                "    dist.all_reduce(squares)\n    return (squares + grad_norm(full).square()).sqrt()",
-                "    squares += grad_norm(full).square()\n    dist.all_reduce(squares)\n    return squares.sqrt()",
-                "counted on every rank",
-            ),
-            plant_mistake("    dist.all_reduce(squares)\n", "", "only this rank's parts"),
-            plant_mistake("squares + grad_norm(full).square()", "squares", "are missing"),
-        ),
-    ),
-    Exercise(
-        name="parallel.3",
         title="Order the passes of a pipeline, 1F1B",
         targets=(f"{NOTEBOOK}:order_1f1b",),
         task="""Rank r of a pipeline has the r-th part of the layers. "F2" is the forward pass of micro-batch 2 on this
@@ -101,7 +76,7 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        name="parallel.4",
+        name="parallel.3",
         title="Write ring attention",
         targets=(f"{NOTEBOOK}:attend_in_ring",),
         task="""With context parallelism, a rank has T/N tokens of a sequence. Its queries need the keys and values of

@@ -1,13 +1,11 @@
 """Exercises on kernels in tiles: the matrix product, the order of its programs, a cache, and flash attention."""
 
 from workshop.exercises.checks.tiles import (
-    check_cache,
     check_flash_attention,
     check_matmul,
-    check_order,
     check_query_gradient,
 )
-from workshop.exercises.exercise import Exercise, Mistake, plant_mistake
+from workshop.exercises.exercise import Exercise, plant_mistake
 
 NOTEBOOK = "notebooks/05_triton_attention.py"
 
@@ -36,60 +34,6 @@ EXERCISES = [
     ),
     Exercise(
         name="tiles.2",
-        title="Swizzle the order of the tiles",
-        targets=(f"{NOTEBOOK}:order_tiles",),
-        task="""Programs that run at the same time share the L2 cache. If their tiles form a square, they need fewer
-        rows of A and columns of B. Return all tiles (row, column) of a result with `rows` x `columns` tiles, in the
-        order in which programs compute them. Go through `group` rows at a time: down the rows of a group, then to the
-        next column. The last group may have fewer rows.""",
-        minutes=10,
-        difficulty="easy",
-        check=check_order,
-        nudge="Which of row, column and group changes fastest?",
-        idea="Three loops: the first row of each group, then the columns, then the rows of the group.",
-        line="for row in range(first",
-        mistakes=(
-            plant_mistake("min(first + group, rows)", "first + group", "that do not exist"),
-            Mistake(
-                (
-                    ("        for column in range(columns)\n", ""),
-                    (
-                        "        for row in range(first, min(first + group, rows))\n",
-                        "        for row in range(first, min(first + group, rows))\n"
-                        "        for column in range(columns)\n",
-                    ),
-                ),
-                "row by row",
-            ),
-            plant_mistake("range(0, rows, group)", "range(rows)", "several times"),
-        ),
-    ),
-    Exercise(
-        name="tiles.3",
-        title="Count the reads of a cache",
-        targets=(f"{NOTEBOOK}:count_reads",),
-        task="""A program needs a panel of A for its row of tiles, ("A", row), and a panel of B, ("B", column), in this
-        order. A cache has room for the `cached` panels that were used last. If it is full, the panel that was unused
-        for the longest time leaves. Return how many panels are read from device memory if the programs run in this
-        order. An OrderedDict remembers an order, and has move_to_end and popitem.""",
-        minutes=15,
-        difficulty="medium",
-        check=check_cache,
-        nudge="A panel is found in the cache. What changes in the cache?",
-        idea="Every use moves a panel to the end of the OrderedDict. The first panel leaves.",
-        line="cache.move_to_end",
-        mistakes=(
-            plant_mistake("            cache.move_to_end(panel)\n", "", "has just been used"),
-            plant_mistake("popitem(last=False)", "popitem()", "has just been read"),
-            plant_mistake(
-                "            if len(cache) > cached:\n                cache.popitem(last=False)\n",
-                "",
-                "no panel leaves",
-            ),
-        ),
-    ),
-    Exercise(
-        name="tiles.4",
         title="Write flash attention",
         targets=(f"{NOTEBOOK}:attention_kernel",),
         task="""Program i computes causal attention for queries i * BQ to (i + 1) * BQ of one head. q, k, v and out are
@@ -123,7 +67,7 @@ EXERCISES = [
         ),
     ),
     Exercise(
-        name="tiles.5",
+        name="tiles.3",
         title="Write the gradient of the queries",
         targets=(f"{NOTEBOOK}:query_gradient_kernel",),
         task="""The backward pass of flash attention has no stored weights. Program i computes dq for queries i * BQ to

@@ -1,12 +1,10 @@
 """Exercises on Triton kernels. Triton's interpreter runs them on the CPU, between guard bands."""
 
 from workshop.exercises.checks.triton import (
-    check_adamw,
     check_attention,
     check_layer_norm,
     check_layer_norm_backward,
     check_online_softmax,
-    check_positions,
 )
 from workshop.exercises.exercise import Exercise, plant_mistake
 
@@ -101,47 +99,6 @@ EXERCISES = [
                 "            pass",
                 "add its gradient to dx",
             ),
-        ),
-    ),
-    Exercise(
-        name="triton.5",
-        title="Update a chunk with AdamW",
-        targets=("phase2_triton.kernels.adamw:update_chunk",),
-        task="""AdamW in torch reads and writes the tensors several times. A kernel reads each element of p, g, m
-        and v once, and writes p, m and v once. Update one chunk; the formulas and the factors are in the
-        docstrings of adamw.py. `rate` is negative.""",
-        minutes=15,
-        difficulty="medium",
-        check=check_adamw,
-        nudge="Which of the three results must be stored?",
-        idea="p = p * decay + rate * m / (sqrt(v) / sqrt_correction + eps), with the new m and v.",
-        line="denominator =",
-        mistakes=(
-            plant_mistake("tl.div_rn(tl.sqrt_rn(square), sqrt_correction)", "tl.sqrt_rn(square)", "by sqrt_correction"),
-            plant_mistake("    tl.store(m + offs, mean, mask=mask)\n", "", "the mean of the gradients"),
-            plant_mistake(" * decay +", " +", "There is no weight decay"),
-        ),
-    ),
-    Exercise(
-        name="triton.6",
-        title="Sum the gradients of the position embedding",
-        targets=("phase2_triton.kernels.embedding:positions_kernel",),
-        task="""Row p of dwpe is the sum of the gradients at token
-        p - first_position over the B sequences. With
-        atomic additions the order of the sum, and so its last bits, would change from run to run. Let each program
-        compute a tile of dwpe, and loop over b in order. Positions without tokens get zeros.""",
-        minutes=20,
-        difficulty="medium",
-        check=check_positions,
-        nudge="A program has fixed rows of dwpe. Which tokens contribute to them?",
-        idea="t = row - first_position; load dout[b, t] for each b with a mask for 0 <= t < T, and add.",
-        line="t = (rows",
-        mistakes=(
-            plant_mistake("rows - first_position", "rows", "The gradients are in the wrong rows"),
-            plant_mistake(
-                "((t >= 0) & (t < T))[:, None] & (cols[None, :] < C)", "cols[None, :] < C", "positions without tokens"
-            ),
-            plant_mistake("total += to_fp32", "total = to_fp32", "the sum over all B sequences"),
         ),
     ),
 ]

@@ -134,25 +134,6 @@ def check_all_reduce(answer: ModuleType, _: Any) -> None:
     expect(bool((matrix == ranks).all()), "A matrix must keep its shape: work on a flat view of it.")
 
 
-def check_broadcast(answer: ModuleType, _: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for source in range(ranks):
-        values = draw_all(6)
-        mine = values[rank].clone()
-        with count_sent_bytes() as sent:
-            answer.broadcast(mine, source)
-        expect(
-            torch.equal(mine, values[source]),
-            f"With source {source}, rank {rank} does not have the values of rank {source}. The position of a rank on "
-            "the ring is its distance from the source, (rank - source) % N, and not its rank.",
-        )
-        expect(
-            len(sent) <= 1,
-            f"Rank {rank} sends the tensor {len(sent)} times: the link of the source is then the bottleneck. Each "
-            "rank passes the values on to the next rank only.",
-        )
-
-
 NO_RECEIVER = (
     "Every rank waits until its send has ended, and no rank receives. Start the send, receive, then wait for it."
 )

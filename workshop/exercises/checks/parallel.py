@@ -1,6 +1,5 @@
 """Checks of the exercises on tensor, pipeline and context parallelism."""
 
-import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -8,11 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from evaluation import tensor_parallel
 from evaluation.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from measure.ledger import CollectiveCounter
-from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import grad_norm
+from nanoGPT.model import GPTConfig
 from workshop.exercises.checks.collectives import count_sent_bytes
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
@@ -62,38 +59,6 @@ def check_tensor_parallel(answer: ModuleType, _: Any) -> None:
         "leave the one curve: the backward pass of CopyToRanks must add the parts of all ranks.",
     )
     expect(torch.equal(given, dy), "The gradient that the backward pass was given has changed: work on a copy.")
-
-
-def check_divided_norm(answer: ModuleType, _: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = GPT(dataclasses.replace(SHAPE, bias=False))
-    gradients = {name: draw_normal(*p.shape, seed=i) for i, (name, p) in enumerate(model.named_parameters())}
-    own = {name: tensor_parallel.take_part(g, name, rank, ranks) for name, g in gradients.items() if is_divided(name)}
-    full = [g for name, g in gradients.items() if name not in own]
-    for name, p in model.named_parameters():
-        p.data = p.grad = own.get(name, gradients[name]).clone()
-    norm, exact = answer.norm_over_ranks(model), grad_norm(list(gradients.values()))
-    divided = grad_norm(list(own.values())).square()
-    dist.all_reduce(divided)
-    expect(
-        not is_close(norm, (divided + ranks * grad_norm(full).square()).sqrt(), 1e-9),
-        "The gradients of embeddings and LayerNorms are counted on every rank, although they are the same: add only "
-        "the squares of the divided gradients over the ranks.",
-    )
-    expect(
-        not is_close(norm, grad_norm([*own.values(), *full]), 1e-9),
-        f"On rank {rank} the norm contains only this rank's parts of the divided gradients: add their squares over the "
-        "ranks.",
-    )
-    expect(
-        not is_close(norm, divided.sqrt(), 1e-9),
-        "The gradients that are not divided are missing: embeddings and LayerNorms.",
-    )
-    expect(
-        is_close(norm, exact, 1e-9),
-        f"The norm is {float(norm):.4f}, and that of the undivided model {float(exact):.4f}. Squares can be added, and "
-        "norms cannot.",
-    )
 
 
 def check_pipeline(answer: ModuleType, _: Any) -> None:

@@ -44,51 +44,6 @@ def check_matmul(answer: ModuleType, _: Any) -> None:
         )
 
 
-def check_order(answer: ModuleType, _: Any) -> None:
-    for rows, columns, group in ((4, 3, 2), (5, 3, 2), (3, 4, 1), (3, 3, 8)):
-        order = answer.order_tiles(rows, columns, group)
-        story = f"With {rows} x {columns} tiles and groups of {group} rows,"
-        outside = [tile for tile in order if tile[0] >= rows or tile[1] >= columns]
-        expect(not outside, f"{story} the order contains tiles that do not exist, such as {outside[:1]}.")
-        expect(
-            len(order) == len(set(order)),
-            f"{story} the order contains some tiles several times: a group begins where the last one has ended.",
-        )
-        expect(len(order) == rows * columns, f"{story} the order has {len(order)} of {rows * columns} tiles.")
-        expect(
-            group == 1 or order[:columns] != [(0, column) for column in range(columns)],
-            f"{story} the tiles come row by row: go down the rows of the group before you go to the next column.",
-        )
-        expected = sorted(order, key=lambda tile: (tile[0] // group, tile[1], tile[0]))
-        wrong = next((i for i, pair in enumerate(zip(order, expected, strict=True)) if pair[0] != pair[1]), 0)
-        expect(order == expected, f"{story} tile number {wrong} is {order[wrong]}, and it should be {expected[wrong]}.")
-
-
-def check_cache(answer: ModuleType, _: Any) -> None:
-    order = [(0, 0), (0, 1), (0, 2), (0, 3)]
-    story = f"The tiles {order} with room for 2 panels:"
-    reads = answer.count_reads(order, 2)
-    expect(
-        reads != 6,
-        f"{story} you count 6 reads. Panel A 0 is used by every tile, so it is always among the last 2: a panel that "
-        "has just been used must be the last to leave.",
-    )
-    expect(reads == 5, f"{story} one row of A and four columns of B are read, 5 panels, and you count {reads}.")
-    order = [(0, 0), (1, 1), (0, 0)]
-    reads = answer.count_reads(order, 3)
-    expect(
-        reads != 4,
-        f"The tiles {order} with room for 3 panels: you count 4 reads, so no panel leaves, or the one that has just "
-        "been read. The first panel of the order must leave.",
-    )
-    expect(reads == 6, f"The tiles {order} with room for 3 panels: all 6 uses are reads, and you count {reads}.")
-    order = [(row, column) for row in range(6) for column in range(6)]
-    expect(
-        (reads := answer.count_reads(order, 100)) == 12,
-        f"With room for all panels, each is read once: 12 reads, and you count {reads}.",
-    )
-
-
 def attend(answer: ModuleType, q: Tensor, k: Tensor, v: Tensor, programs: int) -> Tensor:
     """Return the result of the first programs; other rows are NaN."""
     (T, HS), buffers = q.shape, Buffers()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phase2_triton.kernels import adamw, attention, cross_entropy, embedding
+from phase2_triton.kernels import attention, cross_entropy
 from phase2_triton.kernels.core import launch
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import draw_normal, is_close
@@ -203,58 +203,3 @@ def check_layer_norm_backward(answer: ModuleType, _: Any) -> None:
         check_values(total[0], exact_dw, "dW", f"dW = sum of dy * xhat over the rows. {advice}")
         check_values(total[1], exact_db, "dB", f"dB = sum of dy over the rows. {advice}")
         assert is_close(xhat.mean(1), torch.zeros(M), 1e-4)
-
-
-def check_adamw(answer: ModuleType, _: Any) -> None:
-    size = 40
-    p, g, m, v = (
-        draw_normal(size),
-        draw_normal(size, seed=1),
-        draw_normal(size, seed=2),
-        draw_normal(size, seed=3).square(),
-    )
-    param = torch.nn.Parameter(p.clone())
-    group = {"lr": 1e-1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5}
-    optimizer = torch.optim.AdamW([param], **group)  # type: ignore[arg-type]
-    param.grad = g.clone()
-    optimizer.state[param] = {"step": torch.tensor(2.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
-    optimizer.step()
-    state = optimizer.state[param]
-    buffers = Buffers()
-    tensors = [buffers.allocate(size).copy_(each) for each in (p, g, m, v)]
-    adamw.run_one_tensor_step(tensors[0], tensors[1], tensors[2], tensors[3], adamw.compute_factors(group, 3))
-    buffers.check()
-    check_values(tensors[2], state["exp_avg"], "the mean of the gradients", "m = m + (g - m) * lerp; store it.")
-    check_values(
-        tensors[3], state["exp_avg_sq"], "the mean of the squares", "v = v * beta2 + one_minus_beta2 * g * g; store it."
-    )
-    exact, plain = param.detach(), param.detach() + 0.05 * p
-    expect(not is_close(tensors[0], plain, 1e-5), "There is no weight decay: multiply the parameter by `decay` first.")
-    check_values(
-        tensors[0],
-        exact,
-        "the parameter",
-        "Divide sqrt(v) by sqrt_correction before you add eps: the moments start at 0, and without the correction "
-        "the first steps are too large.",
-    )
-
-
-def check_positions(answer: ModuleType, _: Any) -> None:
-    B, T, C, P, first = 3, 5, 20, 12, 4
-    dout = draw_normal(B, T, C)
-    expected = torch.zeros(P, C)
-    expected[first : first + T] = dout.sum(0)
-    buffers = Buffers()
-    dwpe = buffers.allocate(P, C)
-    launch(embedding.positions_kernel, (3, 2), surround_with_nan(dout), dwpe, B, T, C, P, first, ROWS=4, BLOCK=16)
-    buffers.check()
-    expect(
-        not dwpe.isnan().any(),
-        "dwpe contains NaN: rows of positions without tokens must get zeros, and lanes without a token must load "
-        "zeros.",
-    )
-    expect(
-        not is_close(dwpe[:T], dout.sum(0)),
-        "The gradients are in the wrong rows: row p belongs to the token p - first_position.",
-    )
-    check_values(dwpe, expected, "dwpe", "Row p is the sum over all B sequences of the gradient at p - first_position.")
