@@ -196,7 +196,7 @@ class Sampling:
 
     def choose(self, logits: Tensor, running: Sequence[RunningSequence]) -> list[int]:
         """Return the next token of each sequence, from their (B, V) fp32 logits."""
-        if self.temperature == 0:
+        if self.temperature < 1e-5:  # the likeliest token; a division would give infinite logits
             return logits.argmax(-1).tolist()
         return [self.sample(row, each.task, len(each.ids)) for row, each in zip(logits, running, strict=True)]
 

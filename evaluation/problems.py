@@ -31,7 +31,9 @@ GENERATED = "arc-generated"
 SUFFIXES = (".json", ".jsonl")
 # A minus directly after a letter, a digit or a dot is no sign. A comma belongs to a number only before three digits.
 NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
-THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")  # LaTeX writes {,}
+# A sign before a currency, and the signs of Unicode. Between digits, the en dash stands for a range.
+SIGN = re.compile("(?<![\\w.])[-\u2212\u2013](?:[$\u20ac\u00a3] ?)?(?=\\.?\\d)")
 
 
 class Line(TypedDict):
@@ -108,7 +110,7 @@ def find_last_number(text: str) -> Decimal | None:
 
     It is no float, because above 2^53 two different integers would be equal.
     """
-    if not (numbers := NUMBER.findall(THOUSANDS.sub("", text.replace("\u2212", "-")))):
+    if not (numbers := NUMBER.findall(SIGN.sub("-", THOUSANDS.sub("", text)))):
         return None
     with contextlib.suppress(InvalidOperation):
         return Decimal(numbers[-1])
@@ -205,7 +207,8 @@ def make_line_problem(name: str, line: str) -> list[Problem]:
     """
     row = json.loads(line)
     check_schema(row, Line)
-    match = row.get("match", "normalized" if isinstance(row["answer"], str) else "numeric")
+    is_number = not isinstance(row["answer"], str) or NUMBER.fullmatch(row["answer"].strip())
+    match = row.get("match", "numeric" if is_number else "normalized")
     problem = TextProblem(str(row.get("id", name)), row["prompt"], str(row["answer"]), match)
     "".join((problem.id, problem.prompt, problem.wanted)).encode()  # UnicodeEncodeError for half of a surrogate pair
     if problem.match == "numeric" and not problem.score(problem.wanted, "")["is_right"]:

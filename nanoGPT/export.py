@@ -33,7 +33,7 @@ from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPTConfig, ModelConfig, make_shape
 from nanoGPT.prepare.download import TIKTOKEN_FILES
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity
-from nanoGPT.prepare.tokenizer import load_tokenizer
+from nanoGPT.prepare.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
 
 INDEX = "model.safetensors.index.json"
@@ -186,14 +186,16 @@ def write_hf_tokenizer(folder: Path, tokenizer: TokenizerIdentity) -> None:
         for name, target in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
             shutil.copyfile(DOWNLOADS / "tiktoken" / TIKTOKEN_FILES[name][0], folder / target)
         return
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if tokenizer["name"] == "tokenizers":
-        definition = tokenizer["definition"]
+        definition, loaded = tokenizer["definition"], HuggingFaceTokenizer(tokenizer["definition"])
+        if loaded.end_of_text is not None:
+            config["eos_token"] = loaded.tokenizer.id_to_token(loaded.end_of_text)
     else:
         vocab = {character: i for i, character in enumerate(tokenizer["characters"])}
         model = {"type": "BPE", "vocab": vocab, "merges": []}  # without merges, each token is one character
         content = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "Fuse"}}
         definition = json.dumps(content) + "\n"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer.json").write_text(definition, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
 

@@ -71,12 +71,8 @@ def read_starting_point(
     weights = None
     if checkpoint:
         check_resume(config, data, checkpoint, trains)
-        old_end, new_end = (find_decay_end(values) for values in (checkpoint.manifest["config"], vars(config)))
-        if trains and config.decay_lr and not config.eval_only and old_end != new_end:
-            run.print0(
-                f"the learning rate now decays until step {new_end} instead of {old_end}, so it changes at once: "
-                f"--lr_decay_iters={old_end} keeps the decay as it was"
-            )
+        if trains and not config.eval_only:
+            report_changes(config, checkpoint, run)
         shape = read_shape(checkpoint.path, checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
@@ -135,9 +131,21 @@ def find_blocks(model: GPT) -> torch.nn.Module | None:
     return dict(model.named_modules()).get(model.config.BLOCKS)
 
 
-def find_decay_end(values: Mapping[str, Any]) -> int:
-    """Return the step at which the learning rate reaches min_lr, from the values of a configuration."""
-    return values["max_iters"] if values["lr_decay_iters"] is None else values["lr_decay_iters"]
+def report_changes(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> None:
+    """Print if the learning rate of a resumed run changes at once, or if its validation losses cannot be compared.
+
+    Then the manifest loses the best validation loss, so that the run finds a new one.
+    """
+    old, new = checkpoint.manifest["config"], vars(config)
+    old_end, new_end = (x["max_iters"] if x["lr_decay_iters"] is None else x["lr_decay_iters"] for x in (old, new))
+    if config.decay_lr and old_end != new_end:
+        run.print0(
+            f"the learning rate now decays until step {new_end} instead of {old_end}, so it changes at once: "
+            f"--lr_decay_iters={old_end} keeps the decay as it was"
+        )
+    if any(old[name] != new[name] for name in ("eval_iters", "batch_size", "seed")):
+        run.print0("evaluations now read other batches: the best validation loss so far no longer counts")
+        checkpoint.manifest["best_val_loss"] = float("inf")
 
 
 # ---- checks of a checkpoint that is resumed or evaluated

@@ -215,7 +215,8 @@ def check_file_values(config_class: type[TrainConfig], path: Path, values: dict[
     for name in values:
         if advice := config_class.FOREIGN_FLAGS.get(name):
             raise ConfigError(
-                f"config file {path} sets {name}, which is not a flag of this trainer: {advice}; names of helpers begin with _"
+                f"config file {path} sets {name}, which is not a flag of this trainer: {advice}; names of helpers "
+                "begin with _"
             )
         if name not in field_names(config_class):
             advice = did_you_mean(name, field_names(config_class))

@@ -68,9 +68,12 @@ def make_json_identity(definition: str) -> TokenizerIdentity:
     model = content["model"]
     vocab = model["vocab"]  # a list in Unigram models
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []]
-    if identity := find_known_tokenizer(vocab, bool(merges)):
-        return identity
     added = sorted(content.get("added_tokens") or [], key=lambda token: token["id"])
+    has_more_tokens = any(token["id"] >= (GPT2_VOCAB if merges else 0) for token in added)
+    is_byte_level = not merges and (content.get("pre_tokenizer") or content.get("normalizer"))  # a character is a byte
+    identity = find_known_tokenizer(vocab, bool(merges))
+    if identity and not has_more_tokens and not is_byte_level:
+        return identity
     ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *(token["id"] for token in added)]
     settings = {name: value for name, value in model.items() if value and name not in ("vocab", "merges")}
     parts = [settings, vocab, merges, content.get("normalizer"), content.get("pre_tokenizer"), added]

@@ -240,6 +240,8 @@ def describe_losses(tokenizer: Tokenizer, sample: Sample) -> None:
         print(f"the tokenizer changes or drops these characters of the text: {missing!r}")
     if not find_separator(tokenizer):
         print("the tokenizer has no token for the end of a text or a line: nothing separates documents")
+    elif tokenizer.end_of_text is None:
+        print("the tokenizer has no token that is known as the end of a text: a line end separates documents")
 
 
 def find_separator(tokenizer: Tokenizer) -> list[int]:

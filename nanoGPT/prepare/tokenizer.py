@@ -97,7 +97,8 @@ class HuggingFaceTokenizer:
         ConfigError: the package `tokenizers` is not installed, or the definition is not valid.
     """
 
-    ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")  # names of end-of-text
+    # names of end-of-text
+    ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 
     def __init__(self, definition: str) -> None:
         try:

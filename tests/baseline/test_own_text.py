@@ -18,7 +18,9 @@ from nanoGPT import export, sample
 from nanoGPT.checkpoint.hugging_face import read_hf_tokenizer
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
+from nanoGPT.files import DOWNLOADS
 from nanoGPT.prepare import directory, own_text
+from nanoGPT.prepare.download import TIKTOKEN_FILES
 from nanoGPT.prepare.meta import make_json_identity
 from nanoGPT.prepare.own_text import OwnText, prepare_own_text
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, HuggingFaceTokenizer, load_tokenizer
@@ -236,6 +238,7 @@ def test_a_tokenizer_of_hugging_face_is_part_of_the_data(tmp_path, data, capsys)
     assert read_hf_tokenizer(tmp_path / "hf") == make_json_identity(path.read_text())
     end = load_tokenizer(make_json_identity(path.read_text())).end_of_text
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == end == 0
+    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
     (tmp_path / "poem.txt").write_text(POEM)
     prepare_own_text(OwnText(tmp_path / "poem.txt"), "other", "char")
     fields = {"dataset": str(data / "other"), "init_from": str(tmp_path / "hf"), "max_iters": 1}
@@ -259,6 +262,32 @@ def test_equal_tokenizers_have_equal_hashes(tmp_path):
         else:
             other["added_tokens"][0]["content"] = "<|other|>"
         assert make_json_identity(json.dumps(other))["sha256"] != make_json_identity(text)["sha256"]
+
+
+def test_a_known_vocabulary_with_more_tokens_is_another_tokenizer():
+    """Tokens that were added to GPT-2's or to characters are kept, and single bytes are no characters."""
+    vocab, merges = (DOWNLOADS / "tiktoken" / TIKTOKEN_FILES[name][0] for name in ("encoder.json", "vocab.bpe"))
+    pairs = merges.read_text(encoding="utf-8").split("\n")[1:-1]
+    gpt2 = {"type": "BPE", "vocab": json.loads(vocab.read_text()), "merges": pairs}
+    characters = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    for model, size, name in ((gpt2, 50257, "gpt2"), (characters, 2, "char")):
+        for content, expected in (
+            ({}, (name, size)),
+            ({"added_tokens": [{"id": size, "content": "<|im_start|>"}]}, ("tokenizers", size + 1)),
+            ({"pre_tokenizer": {"type": "ByteLevel"}}, ("gpt2" if name == "gpt2" else "tokenizers", size)),
+        ):
+            identity = make_json_identity(json.dumps({"model": model, **content}))
+            assert (identity["name"], identity["vocab_size"]) == expected
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("[EOS]", True), ("<other>", False)])
+def test_the_separator_of_documents_is_known_or_printed(name, is_known, tmp_path, data, capsys):
+    """Documents are separated by the end-of-text token. If no name is known, a line says that it is a line end."""
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    path.write_text(path.read_text().replace("<|endoftext|>", name))
+    prepare_own_text(OwnText(write(tmp_path / "my.jsonl", *({"text": POEM} for _ in range(4)))), None, str(path))
+    assert ("a line end separates documents" in capsys.readouterr().out) != is_known
+    assert read_ids(data / "my").count(0) == (3 if is_known else 0)
 
 
 def test_an_input_begins_with_the_special_tokens_of_its_model(tmp_path):

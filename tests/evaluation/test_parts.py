@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from evaluation import arc, scores
+from evaluation.generation import Sampling
 from evaluation.identity import digest_files
 from evaluation.problems import ArcProblem, TextProblem, is_match, read_problems
 from evaluation.progress import Progress, read_lines
@@ -85,6 +87,7 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps({"t1": TASK, "t2": {}}), encoding="utf-8-sig")
     rows = [
         {"prompt": "2 + 2 =", "answer": 4, "match": "numeric"},
+        {"prompt": "2 - 7 =", "answer": "-5", "id": "minus"},
         {"prompt": "The sky is", "answer": "blue", "id": "sky"},
         {"prompt": 3, "answer": "x"},
         {"prompt": "a", "answer": "b", "match": "fuzzy"},
@@ -92,13 +95,14 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n", encoding="utf-8-sig")
     refusals: list[ConfigError] = []
     found = list(read_problems(str(tmp_path), 100, refusals.append))
-    assert [each.id for each in found] == ["a-0", "a-1", "t1", "c-0001", "sky"]
-    assert [type(each) for each in found[-3:]] == [ArcProblem, TextProblem, TextProblem]
+    assert [each.id for each in found] == ["a-0", "a-1", "t1", "c-0001", "minus", "sky"]
+    assert [type(each) for each in found[-4:]] == [ArcProblem, *3 * [TextProblem]]
+    assert [found[4].score(text, "")["is_right"] for text in ("-5", "5")] == [True, False]  # a number in a text
     messages = [str(each) for each in refusals]
     assert "b.json, task t2 is not a problem: Object missing required field `train`" in messages[0]
-    assert "c.jsonl, line 3 is not a problem: Expected `str`, got `int` - at `$.prompt`" in messages[1]
-    assert "c.jsonl, line 4 is not a problem: Invalid enum value 'fuzzy' - at `$.match`" in messages[2]
-    assert "c.jsonl, line 5 is not a problem" in messages[3] and "--skip_bad=True" in messages[3]
+    assert "c.jsonl, line 4 is not a problem: Expected `str`, got `int` - at `$.prompt`" in messages[1]
+    assert "c.jsonl, line 5 is not a problem: Invalid enum value 'fuzzy' - at `$.match`" in messages[2]
+    assert "c.jsonl, line 6 is not a problem" in messages[3] and "--skip_bad=True" in messages[3]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has no file"):
         list(read_problems(str(tmp_path / "empty"), 100, refusals.append))
@@ -119,6 +123,10 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         ("9007199254740993", "9007199254740992", "numeric", False),  # equal as floats
         ("10-5", "5", "numeric", True),
         ("it is \u22125", "-5", "numeric", True),
+        ("it is \u20135", "-5", "numeric", True),
+        ("3\u20135", "5", "numeric", True),
+        ("-$ 23", "-23", "numeric", True),
+        ("$9{,}500$", "9500", "numeric", True),
         ("\u0915\u093e", "\u0915\u0940", "normalized", False),  # Hindi: only the vowel sign differs
         ("3.5%", "35", "normalized", True),
         ("", "A", "normalized", False),
@@ -128,6 +136,11 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
 def test_answers_match(text, wanted, match, is_right):
     """Answers are equal exactly, after normalization, or by their last number."""
     assert is_match(text, wanted, match) is is_right
+
+
+def test_a_tiny_temperature_chooses_the_likeliest_token():
+    """A division by it would give infinite logits."""
+    assert Sampling(1e-309).choose(torch.tensor([[0.0, 2.0, 1.0]]), []) == [1]
 
 
 def test_colors_are_digits_or_letters():

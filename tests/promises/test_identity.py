@@ -178,6 +178,17 @@ def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
     assert moved[6] > moved[5] == kept[5] > kept[6] == TrainConfig.min_lr
 
 
+def test_the_best_loss_begins_anew_with_other_evaluations(sources, tmp_path):
+    """Validation losses over other batches cannot be compared: the best one is then found among the new ones."""
+    shutil.copytree(sources / "run", tmp_path / "run")
+    flags = ["--max_iters=10", "--lr_decay_iters=6", "--eval_iters=1", "--batch_size=1"]
+    outcome = run_program("nanoGPT/train.py", "--init_from=resume", f"--out_dir={tmp_path / 'run'}", *flags)
+    assert "the best validation loss so far no longer counts" in outcome.output, outcome
+    new = {step: loss for step, loss in read_metric(tmp_path / "run", "val_loss").items() if step > 6}
+    assert read_manifest(tmp_path / "run/checkpoints/step-00000010")["best_val_loss"] <= min(new.values())
+    assert read_manifest(sources / "run/checkpoints/step-00000006")["best_val_loss"] not in new.values()
+
+
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(sources, tmp_path):
     """A damaged checkpoint is skipped only if another one may be used."""
     shutil.copytree(sources / "run", tmp_path / "run")
