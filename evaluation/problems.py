@@ -213,4 +213,6 @@ def make_line_problem(name: str, line: str) -> list[Problem]:
     "".join((problem.id, problem.prompt, problem.wanted)).encode()  # UnicodeEncodeError for half of a surrogate pair
     if problem.match == "numeric" and not problem.score(problem.wanted, "")["is_right"]:
         raise SchemaError("`match` is numeric, and `answer` has no number")
+    if problem.match == "numeric" and re.search(r"\d ?[/:^] ?\d[\d.]*$", problem.wanted.strip()):
+        raise SchemaError("`match` is numeric, and `answer` is no decimal number: write 0.5 for 1/2")
     return [problem]

@@ -144,9 +144,10 @@ def train(config: Config) -> None:
             if step % config.eval_interval == 0 or is_last:
                 val_loss = evaluate(parallel_model, data, step, config, run)
                 check_finite(step, val_loss)
-                has_improved = val_loss < best_val_loss
-                best_val_loss = min(val_loss, best_val_loss)
                 may_save = step > 0 and not config.eval_only
+                has_improved = val_loss < best_val_loss
+                if may_save:  # so that the best loss is that of a checkpoint
+                    best_val_loss = min(val_loss, best_val_loss)
                 if may_save and (has_improved or config.always_save_checkpoint or is_last):
                     save(step)
             if is_last:

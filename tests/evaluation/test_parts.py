@@ -90,6 +90,7 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         {"prompt": "2 - 7 =", "answer": "-5", "id": "minus"},
         {"prompt": "The sky is", "answer": "blue", "id": "sky"},
         {"prompt": 3, "answer": "x"},
+        {"prompt": "half", "answer": "1/2", "match": "numeric"},
         {"prompt": "a", "answer": "b", "match": "fuzzy"},
     ]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n", encoding="utf-8-sig")
@@ -101,8 +102,9 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
     messages = [str(each) for each in refusals]
     assert "b.json, task t2 is not a problem: Object missing required field `train`" in messages[0]
     assert "c.jsonl, line 4 is not a problem: Expected `str`, got `int` - at `$.prompt`" in messages[1]
-    assert "c.jsonl, line 5 is not a problem: Invalid enum value 'fuzzy' - at `$.match`" in messages[2]
-    assert "c.jsonl, line 6 is not a problem" in messages[3] and "--skip_bad=True" in messages[3]
+    assert "answer` is no decimal number" in messages[2]
+    assert "c.jsonl, line 6 is not a problem: Invalid enum value 'fuzzy' - at `$.match`" in messages[3]
+    assert "c.jsonl, line 7 is not a problem" in messages[4] and "--skip_bad=True" in messages[4]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has no file"):
         list(read_problems(str(tmp_path / "empty"), 100, refusals.append))

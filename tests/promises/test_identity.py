@@ -13,7 +13,7 @@ import torch
 from nanoGPT import export, sample
 from nanoGPT.checkpoint import hugging_face
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
-from nanoGPT.checkpoint.manifest import read_manifest, serialize_manifest
+from nanoGPT.checkpoint.manifest import choose_step, read_manifest, serialize_manifest
 from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
@@ -176,6 +176,28 @@ def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
         assert ("--lr_decay_iters=6 keeps the decay" in outcome.output) == (flags == "--max_iters=12"), outcome
     moved, kept = rates.values()
     assert moved[6] > moved[5] == kept[5] > kept[6] == TrainConfig.min_lr
+
+
+def test_the_best_loss_is_that_of_a_checkpoint(tmp_path):
+    """A run that never reaches the loss of its start, as in fine-tuning, still keeps its own best checkpoint."""
+    fields = {"max_iters": 12, "eval_interval": 2, "eval_iters": 2, "warmup_iters": 0, "n_layer": 1}
+    fields |= {"learning_rate": 2.0, "min_lr": 0.01, "gradient_accumulation_steps": 2}
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "run", **fields))
+    losses = read_metric(tmp_path / "run", "val_loss")
+    start, best = losses.pop(0), min(losses, key=losses.__getitem__)
+    assert start < losses[best] < losses[min(losses)]  # the first one is not the best one
+    newest = read_manifest(tmp_path / "run/checkpoints/step-00000012")
+    assert newest["best_val_loss"] == pytest.approx(losses[best])
+    assert choose_step(tmp_path / "run", "best").name == f"step-{best:08d}"
+
+
+def test_the_directory_of_the_weights_is_not_the_output(sources, tmp_path):
+    """A model of Hugging Face that is both is refused, and nothing is written into it."""
+    shutil.copytree(sources / "hf", tmp_path / "hf")
+    before = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    words = [f"--init_from={tmp_path / 'hf'}", f"--out_dir={tmp_path / 'hf'}/", "--device=cpu"]
+    assert_refused(run_program("nanoGPT/train.py", *words), "is the directory of --out_dir too")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == before
 
 
 def test_the_best_loss_begins_anew_with_other_evaluations(sources, tmp_path):
