@@ -122,8 +122,8 @@ def check_finite(step: int, loss: float, grad_norm: float | None = None) -> None
         values = f"the loss ({loss})" if grad_norm is None else f"the loss ({loss}) or the gradient norm ({grad_norm})"
         raise NonFiniteLoss(
             f"step {step}: {values} is not finite, and training stopped "
-            "without saving: use a lower --learning_rate, or --grad_clip=1.0, and resume from the last checkpoint, if "
-            "there is one"
+            "without saving: resume from the last checkpoint, or start again if there is none, with a lower "
+            "--learning_rate or stronger gradient clipping, such as --grad_clip=0.5"
         )
 
 

@@ -14,7 +14,7 @@ import math
 import torch
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.starting_point import read_starting_point
+from nanoGPT.checkpoint.starting_point import find_best_val_loss, read_starting_point
 from nanoGPT.checkpoint.training_state import manifest_fields
 from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.runtime import Runtime, reseed
@@ -125,7 +125,7 @@ def train(config: Config) -> None:
         if checkpoint:
             load_shards(checkpoint.path, model, optimizer)  # [fsdp:load] each rank reads its shards
             scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
-            best_val_loss = checkpoint.manifest["best_val_loss"]
+            best_val_loss = find_best_val_loss(config, checkpoint, run)
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
         parallel_model = model  # [fsdp:parallel] without DDP: FSDP averages the gradients
         writer = ShardWriter(model, optimizer)
@@ -144,12 +144,11 @@ def train(config: Config) -> None:
             if step % config.eval_interval == 0 or is_last:
                 val_loss = evaluate(parallel_model, data, step, config, run)
                 check_finite(step, val_loss)
-                may_save = step > 0 and not config.eval_only
-                has_improved = val_loss < best_val_loss
-                if may_save:  # so that the best loss is that of a checkpoint
+                if step > 0 and not config.eval_only:
+                    has_improved = val_loss < best_val_loss
                     best_val_loss = min(val_loss, best_val_loss)
-                if may_save and (has_improved or config.always_save_checkpoint or is_last):
-                    save(step)
+                    if has_improved or config.always_save_checkpoint or is_last:
+                        save(step)
             if is_last:
                 log.write(step, loss=None, lr=None, grad_norm=None, val_loss=val_loss)
                 break

@@ -72,7 +72,7 @@ def read_starting_point(
     if checkpoint:
         check_resume(config, data, checkpoint, trains)
         if trains and not config.eval_only:
-            report_changes(config, checkpoint, run)
+            report_other_decay(config, checkpoint, run)
         shape = read_shape(checkpoint.path, checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
@@ -131,11 +131,8 @@ def find_blocks(model: GPT) -> torch.nn.Module | None:
     return dict(model.named_modules()).get(model.config.BLOCKS)
 
 
-def report_changes(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> None:
-    """Print if the learning rate of a resumed run changes at once, or if its validation losses cannot be compared.
-
-    Then the manifest loses the best validation loss, so that the run finds a new one.
-    """
+def report_other_decay(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> None:
+    """Print if the decay of the learning rate has another end than in the checkpoint, which is easy to overlook."""
     old, new = checkpoint.manifest["config"], vars(config)
     old_end, new_end = (x["max_iters"] if x["lr_decay_iters"] is None else x["lr_decay_iters"] for x in (old, new))
     if config.decay_lr and old_end != new_end:
@@ -143,9 +140,19 @@ def report_changes(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) ->
             f"the learning rate now decays until step {new_end} instead of {old_end}, so it changes at once: "
             f"--lr_decay_iters={old_end} keeps the decay as it was"
         )
-    if any(old[name] != new[name] for name in ("eval_iters", "batch_size", "seed")):
+
+
+def find_best_val_loss(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> float:
+    """Return the best validation loss of a run that is resumed; infinity if it evaluates on other batches now.
+
+    Losses on other batches cannot be compared: a loss on a few lucky ones could remain the best one forever.
+    """
+    old = checkpoint.manifest["config"]
+    if all(old[name] == getattr(config, name) for name in ("eval_iters", "batch_size", "seed")):
+        return float(checkpoint.manifest["best_val_loss"])
+    if not config.eval_only:
         run.print0("evaluations now read other batches: the best validation loss so far no longer counts")
-        checkpoint.manifest["best_val_loss"] = float("inf")
+    return float("inf")
 
 
 # ---- checks of a checkpoint that is resumed or evaluated

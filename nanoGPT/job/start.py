@@ -91,7 +91,7 @@ def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> At
             f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory"
             f"{suggestion}"
         )
-    if not config.eval_only and Path(config.init_from).resolve() == Path(config.out_dir).resolve():
+    if not is_known and not config.eval_only and Path(config.init_from).resolve() == Path(config.out_dir).resolve():
         raise ConfigError(
             f"--init_from={config.init_from} is the directory of --out_dir too: choose another --out_dir, so that the "
             "model stays as it is (or --init_from=resume to continue a run)"

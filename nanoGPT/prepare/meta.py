@@ -40,7 +40,8 @@ def make_char_identity(characters: str) -> TokenizerIdentity:
 def find_known_tokenizer(vocab: Any, has_merges: bool) -> TokenizerIdentity | None:
     """Return the identity of GPT-2's tokenizer or of one of single characters; None if a vocabulary is neither.
 
-    A vocabulary with further tokens after GPT-2's 50257 counts as GPT-2's.
+    A vocabulary with further tokens after GPT-2's 50257 counts as GPT-2's. For a tokenizer.json, which says what they
+    are, see `make_json_identity`.
 
     Args:
         vocab: the ids by token.
@@ -69,11 +70,11 @@ def make_json_identity(definition: str) -> TokenizerIdentity:
     vocab = model["vocab"]  # a list in Unigram models
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []]
     added = sorted(content.get("added_tokens") or [], key=lambda token: token["id"])
-    has_more_tokens = any(token["id"] >= (GPT2_VOCAB if merges else 0) for token in added)
-    is_byte_level = not merges and (content.get("pre_tokenizer") or content.get("normalizer"))  # a character is a byte
-    identity = find_known_tokenizer(vocab, bool(merges))
-    if identity and not has_more_tokens and not is_byte_level:
-        return identity
+    if known := find_known_tokenizer(vocab, bool(merges)):
+        has_more_tokens = any(token["id"] >= known["vocab_size"] for token in added)
+        encodes_bytes = not merges and (content.get("pre_tokenizer") or content.get("normalizer"))
+        if not (has_more_tokens or encodes_bytes):
+            return known
     ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *(token["id"] for token in added)]
     settings = {name: value for name, value in model.items() if value and name not in ("vocab", "merges")}
     parts = [settings, vocab, merges, content.get("normalizer"), content.get("pre_tokenizer"), added]

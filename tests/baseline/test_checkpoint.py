@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT import files
+from nanoGPT.checkpoint.dcp_writer import write_shards
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, NewFiles, read_manifest, verify_files
 from nanoGPT.checkpoint.training_state import read_full_state
@@ -366,6 +367,34 @@ def test_all_ranks_find_the_same_checkpoint_or_raise(tmp_path):
     for it: all raise the same error."""
     first, second = run_on_ranks(find_newest_with_damage, 2, str(tmp_path), show=False)
     assert first == second and first[0] == 1 and "cannot be read (Input/output error)" in first[1]
+
+
+def read_and_delete(folder: str) -> list[str]:
+    """Save, read one tensor, delete the checkpoint, and read again. Return the errors."""
+    path = Path(folder) / "0"
+    write_step(folder, "0", {"model.a": torch.ones(2)})
+    state = read_full_state(path)
+    assert state.model["a"].sum() == 2
+    shutil.rmtree(path)
+    errors = []
+    for read in (lambda: state.model["a"], lambda: read_full_state(path)):
+        with pytest.raises(ConfigError) as failure:
+            read()
+        errors.append(str(failure.value))
+    return errors
+
+
+def test_a_checkpoint_deleted_while_it_is_read_is_one_error(tmp_path):
+    """If a training run deletes a checkpoint whose tensors another process reads, this process ends with one error."""
+    (errors,) = run_on_ranks(read_and_delete, 1, str(tmp_path))
+    assert all("was deleted while it was read" in error or "cannot be read" in error for error in errors), errors
+
+
+def write_step(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    path = Path(folder) / name
+    path.mkdir(exist_ok=True)
+    dist.barrier()
+    write_shards(NewFiles(path), tensors)
 
 
 def test_a_run_does_not_start_if_the_checkpoints_cannot_be_listed(tmp_path, monkeypatch):

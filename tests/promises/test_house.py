@@ -3,8 +3,10 @@
 import ast
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.helpers.repository import list_files
 from tests.helpers.training import ROOT
@@ -95,3 +97,26 @@ def test_links_in_the_documents_exist(path):
     text = path.read_text()
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (path.parent / target).exists(), target
+
+
+COMMANDS = [
+    (path.parent.name, words)
+    for path in sorted(ROOT.glob("phase*/IMPLEMENTATION.md"))
+    for words in re.findall(r"`make test ARGS=('[^']*'|\S+)`", path.read_text().replace("\n", " "))
+]
+
+
+@pytest.mark.parametrize(("phase", "words"), COMMANDS)
+def test_verification_lists_name_tests_that_exist(phase, words):
+    """Every `make test ARGS=...` in the notes of a phase selects existing tests."""
+    paths, _, keywords = words.strip("'").partition("-k ")
+    assert all((ROOT / name).exists() for name in paths.split())
+    expression = Expression.compile(keywords.strip('"') or "test")
+    folder = ROOT / (paths.split() or ["tests"])[0]
+    files = [path for path in list_files("tests/*/test_*.py") if path.is_relative_to(folder)]
+    names = {f"{path.name}::{name}" for path in files for name in list_test_names(path)}
+    assert any(expression.evaluate(lambda word, name=name: word.lower() in name.lower()) for name in names), words
+
+
+def list_test_names(path: Path) -> list[str]:
+    return re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The recordings in docs/data agree with the formulas and with the planner of today. Times are not compared."""
+"""The recordings in docs/data agree with the planner and with the points of a save of today."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
