@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +43,7 @@ from nanoGPT.prepare.directory import (
 )
 from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.prepare.meta import TokenizerIdentity, make_char_identity, make_gpt2_identity, make_json_identity
-from nanoGPT.prepare.tokenizer import Tokenizer, load_tokenizer
+from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, Tokenizer, load_tokenizer
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 PIECE = 1 << 20  # characters of a text that are read at a time
@@ -290,12 +291,16 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
         raise ConfigError(
             f"--name={name} is taken, or has characters other than letters, digits, _, . and -: choose another"
         )
-    digest, characters, sample = hashlib.sha256(), set[str](), Sample()
+    # A tokenizer that needs no text is loaded first, so that a wrong name is refused before a long text is read.
+    identity = None if tokenizer in (None, "char") else choose_tokenizer(tokenizer, set(), 0)
+    special_tokens = load_tokenizer(identity).special_tokens if identity else Gpt2Tokenizer.special_tokens
+    digest, characters, sample, special = hashlib.sha256(), set[str](), Sample(), Counter[str]()
     print(f"files to read: {len(text.files):,}; files of other kinds, which are ignored: {text.ignored:,}")
     for piece, starts_document in show_progress(text.pieces(shows_skipped=True), "counting characters"):
         sample.add(piece)
         digest.update(b"\0" * starts_document + piece.encode())
         characters |= set(piece)
+        special.update({name: piece.count(name) for name in special_tokens})
     if text.skipped:
         print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
     if sample.length < 100:
@@ -303,8 +308,13 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
             f"--input={text.path} has {sample.length} characters of text: use at least 100, or correct --field (a "
             "column of parquet must have strings, not bytes)"
         )
-    identity = choose_tokenizer(tokenizer, characters, sample.length)
+    identity = identity or choose_tokenizer(tokenizer, characters, sample.length)
     loaded = load_tokenizer(identity)
+    for name_of_token, count in (+special).items() if loaded.special_tokens else ():
+        print(
+            f"the text contains {name_of_token} {count:,} times, each of which becomes a special token of the "
+            "tokenizer, such as the end of a document: replace it in the text if it means something else"
+        )
     tokens = sample.estimate_tokens(loaded)
     if identity["name"] == "tokenizers":
         describe_losses(loaded, sample)

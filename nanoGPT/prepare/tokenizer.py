@@ -18,9 +18,11 @@ class Tokenizer(Protocol):
 
     Attributes:
         end_of_text: the id of the token between two documents; None if there is none.
+        special_tokens: words that become one token with a meaning of its own where a text contains them.
     """
 
     end_of_text: int | None
+    special_tokens: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -38,6 +40,7 @@ class CharTokenizer:
     """A tokenizer with one id per character. `encode` raises a ConfigError for an unknown character."""
 
     end_of_text: int | None = None
+    special_tokens: tuple[str, ...] = ()
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -61,6 +64,8 @@ class CharTokenizer:
 class Gpt2Tokenizer:
     """GPT-2's byte-pair encoding from tiktoken, with the vocabulary that `make data` downloads."""
 
+    special_tokens: tuple[str, ...] = ("<|endoftext|>",)
+
     def __init__(self) -> None:
         import tiktoken
 
@@ -73,7 +78,7 @@ class Gpt2Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:
-            return self.bpe.encode(text, allowed_special={"<|endoftext|>"})
+            return self.bpe.encode(text, allowed_special=set(self.special_tokens))
         except ValueError as error:
             raise ConfigError(
                 f"GPT-2's tokenizer cannot encode the text ({error}): shorten runs of a million spaces or line ends"
@@ -114,6 +119,8 @@ class HuggingFaceTokenizer:
         self.tokenizer.no_truncation()  # settings of a model's inputs, and not of its training data
         self.tokenizer.no_padding()
         self.stream_class = tokenizers.decoders.DecodeStream
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added if token.special)
         ids = (self.tokenizer.token_to_id(name) for name in self.ENDS)
         self.end_of_text: int | None = next((i for i in ids if i is not None), None)
 

@@ -290,6 +290,17 @@ def test_the_separator_of_documents_is_known_or_printed(name, is_known, tmp_path
     assert read_ids(data / "my").count(0) == (3 if is_known else 0)
 
 
+def test_special_tokens_in_a_text_are_printed(tmp_path, data, capsys):
+    """A text that contains the end-of-text token, as a separator or by chance, is prepared, and a line counts them."""
+    source = write(tmp_path / "my.jsonl", {"text": POEM + "<|endoftext|>" + POEM}, {"text": POEM + "</s>"})
+    for name, tokenizer in (("b", "gpt2"), ("c", str(write_tokenizer(tmp_path / "tokenizer.json")))):
+        prepare_own_text(OwnText(source), name, tokenizer)
+        assert "the text contains <|endoftext|> 1 times" in (output := capsys.readouterr().out)
+        assert "</s>" not in output and read_text(data / name).count("<|endoftext|>") == 2
+    prepare_own_text(OwnText(source), "a", "char")
+    assert "special token" not in capsys.readouterr().out
+
+
 def test_an_input_begins_with_the_special_tokens_of_its_model(tmp_path):
     """Models of Hugging Face expect such tokens before a prompt. A text for training is encoded without them."""
     tokenizers = pytest.importorskip("tokenizers")
