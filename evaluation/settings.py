@@ -72,5 +72,9 @@ def validate(config: SolveConfig) -> None:
         raise ConfigError(
             f"--attempts={config.attempts} with --temperature=0 gives the same answer every time: use --temperature=0.7"
         )
+    if escaped := [text for text in config.stop if "\\n" in text]:
+        raise ConfigError(
+            f"--stop={escaped[0]} contains a backslash, and no line end: in a shell, write --stop=$'{escaped[0]}'"
+        )
     if "" in config.stop:
         raise ConfigError("--stop is empty, so every answer would be empty: remove it, or give a text")

@@ -69,10 +69,10 @@ def read_starting_point(
         ConfigError: the shape, context length or tokenizer of the weights does not match the configuration.
     """
     weights = None
+    if trains and not config.eval_only:
+        report_schedule(config, checkpoint, run)
     if checkpoint:
         check_resume(config, data, checkpoint, trains)
-        if trains and not config.eval_only:
-            report_other_decay(config, checkpoint, run)
         shape = read_shape(checkpoint.path, checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
@@ -131,10 +131,15 @@ def find_blocks(model: GPT) -> torch.nn.Module | None:
     return dict(model.named_modules()).get(model.config.BLOCKS)
 
 
-def report_other_decay(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> None:
-    """Print if the decay of the learning rate has another end than in the checkpoint, which is easy to overlook."""
-    old, new = checkpoint.manifest["config"], vars(config)
+def report_schedule(config: TrainConfig, checkpoint: Checkpoint | None, run: Runtime) -> None:
+    """Print what is easy to overlook: a warm-up that is too long, or a decay that ends at another step than before."""
+    old, new = checkpoint.manifest["config"] if checkpoint else vars(config), vars(config)
     old_end, new_end = (x["max_iters"] if x["lr_decay_iters"] is None else x["lr_decay_iters"] for x in (old, new))
+    if config.decay_lr and config.warmup_iters >= min(new_end, config.max_iters):
+        run.print0(
+            f"the warm-up of {config.warmup_iters} steps takes as long as the run and its decay, so the learning rate "
+            f"is not what you expect: use a shorter one, such as --warmup_iters={min(new_end, config.max_iters) // 10}"
+        )
     if config.decay_lr and old_end != new_end:
         run.print0(
             f"the learning rate now decays until step {new_end} instead of {old_end}, so it changes at once: "

@@ -118,7 +118,6 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"the tokenizer.json is not valid ({error}): use that of another model") from None
         self.tokenizer.no_truncation()  # settings of a model's inputs, and not of its training data
         self.tokenizer.no_padding()
-        self.stream_class = tokenizers.decoders.DecodeStream
         added = self.tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in added if token.special)
         ids = (self.tokenizer.token_to_id(name) for name in self.ENDS)
@@ -147,8 +146,20 @@ class HuggingFaceTokenizer:
         return text
 
     def start_decoding(self) -> Callable[[list[int]], str]:
-        stream = self.stream_class(skip_special_tokens=False)
-        return lambda ids: "".join(stream.step(self.tokenizer, i) or "" for i in ids)
+        # The package's DecodeStream raises an error if a model generates bytes that are no UTF-8.
+        recent: list[int] = []  # the last ids that gave text, and those after them
+        shown = 0  # of `recent`
+
+        def decode(ids: list[int]) -> str:
+            nonlocal recent, shown
+            recent += ids
+            before, text = self.decode(recent[:shown]), self.decode(recent)
+            if len(text) <= len(before) or text.endswith("\ufffd"):
+                return ""
+            recent, shown = recent[shown:], len(recent) - shown
+            return text[len(before) :]
+
+        return decode
 
 
 def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:

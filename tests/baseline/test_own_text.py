@@ -290,6 +290,27 @@ def test_the_separator_of_documents_is_known_or_printed(name, is_known, tmp_path
     assert read_ids(data / "my").count(0) == (3 if is_known else 0)
 
 
+def test_a_text_is_decoded_token_by_token(tmp_path):
+    """Tokens of a byte-level tokenizer and of one with byte fallback, as Llama 2 has it, are decoded one by one to the
+    same text as together, also if some of their bytes are no UTF-8. Half a character waits for the rest of it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"▁rose": 256, "▁": 257, "é": 258}
+    fallback = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
+    parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    fallback.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
+    by_bytes = write_tokenizer(tmp_path / "tokenizer.json").read_text()
+    words = [[256], [255, 256], [65, 257], [*"é".encode(), 258]]
+    draw = random.Random(0)
+    for definition, choices in ((by_bytes, [[i] for i in range(300)]), (fallback.to_str(), words)):
+        tokenizer = HuggingFaceTokenizer(definition)
+        ids = sum(draw.choices(choices, k=300), []) + tokenizer.encode("é")
+        decode = tokenizer.start_decoding()
+        text = decode(ids[:9]) + "".join(decode([i]) for i in ids[9:])
+        assert text == tokenizer.decode(ids) and "\ufffd" in text
+    decode = HuggingFaceTokenizer(fallback.to_str()).start_decoding()
+    assert [decode([i]) for i in (256, *"é".encode(), 256)] == ["rose", "", "é", " rose"]
+
+
 def test_special_tokens_in_a_text_are_printed(tmp_path, data, capsys):
     """A text that contains the end-of-text token, as a separator or by chance, is prepared, and a line counts them."""
     source = write(tmp_path / "my.jsonl", {"text": POEM + "<|endoftext|>" + POEM}, {"text": POEM + "</s>"})

@@ -218,6 +218,7 @@ def test_bad_input_gets_one_sentence(trained, tmp_path):
         ("--num=0",): "--num=0 is out of range: use 1 or more",
         (f"--problems={tmp_path}",): "is inside of --problems=",
         ("--attempts=2",): "gives the same answer every time: use --temperature=0.7",
+        (r"--stop=\n",): r"contains a backslash, and no line end: in a shell, write --stop=$'\n'",
         ("--tokens=60",): "tokens and the answer 60, but the model's context has 64: use --tokens=27 or less",
         ("--tokens=5", to): "has answers with tokens 4 instead of 5: use another directory as --to",
         (f"--problems={tmp_path / 'one.jsonl'}", "--start=3"): "has no problem number 3: use a smaller --start",

@@ -14,7 +14,7 @@ from nanoGPT import export, sample
 from nanoGPT.checkpoint import hugging_face
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
 from nanoGPT.checkpoint.manifest import choose_step, read_manifest, serialize_manifest
-from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
+from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights, report_schedule
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
@@ -177,6 +177,19 @@ def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
         assert ("--lr_decay_iters=6 keeps the decay" in outcome.output) == (flags == "--max_iters=12"), outcome
     moved, kept = rates.values()
     assert moved[6] > moved[5] == kept[5] > kept[6] == TrainConfig.min_lr
+
+
+@pytest.mark.parametrize(("warmup", "end", "is_printed"), [(40, None, True), (20, 20, True), (39, None, False)])
+def test_a_warm_up_as_long_as_the_run_is_printed(warmup, end, is_printed, capsys):
+    """The learning rate then never reaches its value, or falls at once. With the printed advice it does neither."""
+    config = TrainConfig(max_iters=40, warmup_iters=warmup, lr_decay_iters=end)
+    report_schedule(config, None, create_runtime("cpu", "float32"))
+    output = capsys.readouterr().out
+    assert (f"such as --warmup_iters={(end or 40) // 10}" in output) == is_printed
+    config.warmup_iters = (end or 40) // 10
+    report_schedule(config, None, create_runtime("cpu", "float32"))
+    assert capsys.readouterr().out == ""
+    assert max(learning_rate(step, config) for step in range(40)) == config.learning_rate
 
 
 def test_the_best_loss_is_that_of_a_checkpoint(tmp_path):
