@@ -25,11 +25,12 @@ from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw, grad_norm
 from nanoGPT.train import train
-from workshop.lessons.one_process import compare_with_one_rank, draw_curves, pop_gradient, print_curves
+from workshop.lessons.one_process import compare_with_one_rank, pop_gradient, print_curves
+from workshop.pictures import draw_curves
 from workshop.ranks import losses, run_on_ranks
 
 # %% [markdown]
-# All runs of this notebook use one small configuration. Tables and pictures come from `workshop/lessons/`, so that the
+# All runs of this notebook use one small configuration. Tables and pictures come from `workshop/`, so that the
 # cells show only the code that the lesson is about.
 
 # %%
@@ -320,7 +321,7 @@ print_curves(curves)
 assert compare_with_one_rank(curves) < 1e-5
 
 # %%
-draw_curves(curves)
+draw_curves({f"{ranks} rank(s)": [*curve.values()] for ranks, curve in curves.items()}, "The same loss curve on 1, 2 and 4 ranks")
 
 # %% [markdown]
 # The three curves coincide, so the lower picture shows their differences. In `nanoGPT/train.py`, now read the line with

@@ -35,7 +35,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import LossScaler, configure_adamw
 from nanoGPT.train import train_step
 from nanoGPT.train_config import TrainConfig
-from workshop.pictures import draw_memory_bars
+from workshop.pictures import COLORS, draw_curves, draw_memory_bars
 from workshop.ranks import losses, run_on_ranks
 
 # %% [markdown]
@@ -149,16 +149,7 @@ for name, loss in last.items():
 assert abs(last["fp32 master, bf16 products"] - last["all fp32"]) < 0.01 < last["all bf16"] - last["all fp32"]
 
 # %%
-import matplotlib.pyplot as plt
-
-figure, axes = plt.subplots(figsize=(7, 3.3))
-for (name, curve), style in zip(curves.items(), (("#56B4E9", 6, "-"), ("#000000", 1.2, "-"), ("#D55E00", 2, "--"))):
-    axes.plot(curve, color=style[0], linewidth=style[1], linestyle=style[2], label=name)
-axes.set(xlabel="step", ylabel="training loss (nats per token)")
-axes.set_title(f"Training with bf16 parameters is slower (learning rate {LR:g})")
-axes.legend(frameon=False)
-figure.tight_layout()
-plt.show()
+draw_curves(curves, f"Training with bf16 parameters is slower (learning rate {LR:g})")
 
 # %% [markdown]
 # Matrix products in bf16 cost almost nothing: each product is rounded, but the errors are random and small. Parameters
@@ -177,8 +168,8 @@ plt.show()
 # %%
 draw_memory_bars(
     {
-        "ZeRO paper": {"parameter": 2, "gradient": 2, "fp32 master copy": 4, "first moment": 4, "second moment": 4},
-        "this repository": {"parameter": 4, "gradient": 4, "first moment": 4, "second moment": 4},
+        "ZeRO paper": {"parameters": 2, "gradients": 2, "fp32 master copy": 4, "first moment": 4, "second moment": 4},
+        "this repository": {"parameters": 4, "gradients": 4, "first moment": 4, "second moment": 4},
     },
     "Model state with AdamW", "bytes per parameter",
 )
@@ -284,8 +275,10 @@ for scale in (1, SCALE):
     print(f"loss scale {scale:8,.0f}: median gradient {gradients.median() * scale:.1e}; {zeros:.2%} are zero in fp16")
 
 # %%
+import matplotlib.pyplot as plt
+
 figure, axes = plt.subplots(figsize=(8, 3.3))
-for scale, color, label in ((SCALE, "#0072B2", "scaled by 65,536"), (1, "#E69F00", "not scaled")):
+for scale, color, label in ((SCALE, COLORS[0], "scaled by 65,536"), (1, COLORS[3], "not scaled")):
     logarithms = (gradients * scale).clamp_(min=1e-30).log2_()  # in place: these are 6 million numbers
     counts = torch.histc(logarithms, bins=88, min=-32, max=12)
     axes.stairs(counts, torch.linspace(-32, 12, 89), fill=True, color=color, label=label)

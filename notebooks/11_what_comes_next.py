@@ -34,7 +34,7 @@ from measure.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
 from workshop import collectives
-from workshop.pictures import draw_schedule, draw_who_holds_what
+from workshop.pictures import draw_curves, draw_schedule, draw_who_holds_what
 from workshop.ranks import losses, run_on_ranks
 
 # %% [markdown]
@@ -259,16 +259,8 @@ for step in (0, 1, 2, 5, 19):
 assert broken[0]["losses"][0] == results[2][0]["losses"][0] and abs(broken[0]["losses"][19] - baseline[19]) > 1e-3
 
 # %%
-import matplotlib.pyplot as plt
-
-figure, axes = plt.subplots(figsize=(7, 3.2))
-axes.plot(baseline.values(), color="#56B4E9", linewidth=7, label="baseline, one process")
-axes.plot(results[2][0]["losses"].values(), color="black", linewidth=1.2, label="tensor parallel, 2 ranks")
-axes.plot(broken[0]["losses"].values(), color="#D55E00", linestyle="--", label="f left out")
-axes.set(xlabel="step", ylabel="training loss (nats per token)", title="The losses of tensor parallelism match the baseline's")
-axes.legend(frameon=False)
-figure.tight_layout()
-plt.show()
+losses_by_name = {"one process": baseline, "tensor parallel, 2 ranks": results[2][0]["losses"], "f left out": broken[0]["losses"]}
+draw_curves({name: [*losses.values()] for name, losses in losses_by_name.items()}, "The losses of tensor parallelism match the baseline's")
 
 # %% [markdown]
 # There is no error, and the forward pass is right, so the first loss is right. The loss even falls, because the last

@@ -9,10 +9,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from workshop.lessons.checkpoints import Chunk, Event, list_chunks, read_index, select_chunks, select_spans
-from workshop.pictures import RANK_COLORS
+from workshop.pictures import COLORS, RANK_COLORS
 
 FILES = [f"__{rank}_0.distcp" for rank in range(4)]
-SAVE_COLORS = {1: "#eeeeee", 2: "#d1495b"}
+SAVE_COLORS = {1: "#eeeeee", 2: "#e45756"}
+EVENT_COLORS = dict(zip(("step", "copy", "stop", "write"), (COLORS[0], *COLORS[2:]), strict=True))
 STAGES = ("create .tmp-", "files, hashes", "flush", "manifest", "flush", "rename", "LATEST", "delete old ones")
 POSITIONS = (1.5, 3.0, 5.0, 6.0)  # of the kills, in units of a stage
 
@@ -91,10 +92,10 @@ def draw_stages(loaded_steps: Mapping[str, int]) -> None:
     """
     figure, axes = plt.subplots(figsize=(10, 2.9))
     for number, stage in enumerate(STAGES):
-        color = "#eeeeee" if number < 5 else "#a7c957"
+        color = "#eeeeee" if number < 5 else COLORS[1]
         axes.add_patch(Rectangle((number, 0), 1, 1, facecolor=color, edgecolor="black"))
         axes.text(number + 0.5, 0.5, stage, ha="center", va="center", fontsize=9)
-    arrow = {"arrowstyle": "->", "color": "#d1495b"}
+    arrow = {"arrowstyle": "->", "color": COLORS[3]}
     for number, ((point, step), x) in enumerate(zip(loaded_steps.items(), POSITIONS, strict=True)):
         height = 1.6 if number % 2 == 0 else 2.7  # neighboring texts do not overlap
         text = f"killed\n{point}:\nstep {step} is loaded"
@@ -113,9 +114,9 @@ def draw_timelines(timelines: Mapping[str, Sequence[Event]]) -> None:
         draw_training(axes, events)
         axes.set_title(name, fontsize=9, loc="left")
     grid[-1].set_xlabel("time since the first step (s), rank 0 of 2; the disk is slowed down on purpose")
-    kinds = {"#9ad1d4": "a step", "#d1495b": "stopped for a save", "#edae49": "copying", "#5b3758": "writing"}
-    handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in kinds]
-    figure.legend(handles, list(kinds.values()), loc="upper center", ncols=4, frameon=False, fontsize=8)
+    handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in EVENT_COLORS.values()]
+    labels = ("a step", "copying", "stopped for a save", "writing")
+    figure.legend(handles, labels, loc="upper center", ncols=4, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     plt.show()
 
@@ -124,13 +125,13 @@ def draw_training(axes: Axes, events: Sequence[Event]) -> None:
     """Draw two lanes: the training, and the writes to the disk."""
     zero = select_spans(events, "step")[0][0]
 
-    def draw_bars(kind: str, lane: int, color: str, edge: str = "none", width: float = 0) -> None:
+    def draw_bars(kind: str, lane: int, edge: str = "none", width: float = 0) -> None:
         boxes = [(begin - zero, end - begin) for begin, end in select_spans(events, kind)]
-        axes.broken_barh(boxes, (lane, 0.8), facecolor=color, edgecolor=edge, linewidth=width)
+        axes.broken_barh(boxes, (lane, 0.8), facecolor=EVENT_COLORS[kind], edgecolor=edge, linewidth=width)
 
-    draw_bars("step", 0, "#9ad1d4", "white", 0.5)
-    draw_bars("stop", 0, "#d1495b")
-    draw_bars("copy", 0, "#edae49", "#edae49", 1.5)
-    draw_bars("write", 1, "#5b3758")
+    draw_bars("step", 0, "white", 0.5)
+    draw_bars("stop", 0)
+    draw_bars("copy", 0, EVENT_COLORS["copy"], 1.5)
+    draw_bars("write", 1)
     axes.set(ylim=(1.9, -0.1), yticks=[0.4, 1.4], yticklabels=["training", "disk"])
     axes.spines[["top", "right"]].set_visible(False)

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 
 from workshop.collective_times import predict_seconds
 from workshop.lessons.collectives import Fits, Trace
+from workshop.pictures import COLORS
 
 
 def draw_traces(traces: Sequence[Trace]) -> None:
@@ -37,7 +38,7 @@ def draw_fits(sizes: Sequence[int], seconds: Mapping[tuple[int, str], Sequence[f
     """Draw the measured times of each all-reduce, and the line of the cost model."""
     figure, grid = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
     for axes, ranks in zip(grid, (2, 4), strict=True):
-        for name, color in (("by hand", "#d1495b"), ("gloo", "#00798c")):
+        for name, color in (("by hand", COLORS[3]), ("gloo", COLORS[0])):
             model = [1e3 * predict_seconds(size, ranks, *fits[ranks, name]) for size in sizes]
             axes.loglog(sizes, [1e3 * s for s in seconds[ranks, name]], "o", color=color, label=f"{name}, measured")
             axes.loglog(sizes, model, color=color, label=f"{name}, latency and bandwidth")

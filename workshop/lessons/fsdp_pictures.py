@@ -9,9 +9,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from workshop.lessons.fsdp import find_max_gathered_bytes
-from workshop.pictures import RANK_COLORS
-
-SHADES = ("#dbeafe", "#fef3c7", "#fee2e2", "#ecfccb")  # of the blocks
+from workshop.pictures import MEMORY_COLORS, RANK_COLORS, STEP_COLORS
 
 
 def draw_layout(layout: Sequence[Mapping[str, Any]]) -> None:
@@ -83,9 +81,10 @@ def draw_gathered_bytes(variants: Sequence[Mapping[str, Any]]) -> None:
         step = min((step for rank in variants for step in rank[name]["steps"]), key=find_max_gathered_bytes)
         events = [event for event, _ in step["timeline"]]
         sizes_in_blocks = [usage["gathered"] / block_bytes for _, usage in step["timeline"]]
-        axes.step(events, sizes_in_blocks, where="post", color="#00798c")
+        axes.step(events, sizes_in_blocks, where="post", color=MEMORY_COLORS["gathered"])
         for what, block, begin, end in compute_spans(step["marks"]):
-            axes.axvspan(begin, end, color=SHADES[block], lw=0)
+            axes.axvspan(begin, end, color=STEP_COLORS[what], alpha=0.15, lw=0)
+            axes.axvline(end, color="white", linewidth=1.5)
             axes.text((begin + end) / 2, 6.45, f"{what}\nblock {block}", ha="center", va="center", fontsize=7)
         axes.axhline(root_bytes / block_bytes, color="black", linestyle=":", linewidth=0.8)
         axes.text(events[-1], root_bytes / block_bytes, " root", fontsize=8, va="center")

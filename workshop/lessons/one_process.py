@@ -1,15 +1,13 @@
-"""Helpers of notebook 1: gradients as one vector, tables and pictures of loss curves, and a run to kill."""
+"""Helpers of notebook 1: gradients as one vector, tables of loss curves, and a run to kill."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
 from nanoGPT.files import PACKAGE
 from workshop.lessons.loss_curves import Curve, compute_max_loss_difference
-from workshop.pictures import COLORS
 
 
 def pop_gradient(model: torch.nn.Module) -> Tensor:
@@ -30,21 +28,6 @@ def print_curves(curves: Mapping[int, Curve]) -> None:
     for step in curves[1]:
         print(f"{step:4}" + "".join(f"{curves[ranks][step]:12.8f}" for ranks in curves))
     print(f"max loss difference: {compare_with_one_rank(curves):.1e}")
-
-
-def draw_curves(curves: Mapping[int, Curve]) -> None:
-    """Draw the loss curve of 1 rank, and below it the differences of the other curves, which coincide with it."""
-    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(6, 4.5))
-    above.plot(list(curves[1]), list(curves[1].values()), color="black")
-    above.set(ylabel="loss on 1 rank\n(nats per token)", title="The same loss curve on 1, 2 and 4 ranks")
-    for (ranks, curve), color in zip([*curves.items()][1:], COLORS, strict=False):
-        differences = [1e7 * (curve[step] - curves[1][step]) for step in curve]
-        below.plot(list(curve), differences, "o-", color=color, label=ranks)
-    below.axhline(0, color="black", linewidth=0.8)
-    below.set(xlabel="step", ylabel="difference from 1 rank\n($10^{-7}$ nats per token)")
-    below.legend(title="ranks")
-    figure.tight_layout()
-    plt.show()
 
 
 def make_train_command(python: str, out_dir: str, *flags: str) -> list[str]:

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from workshop.pictures import RANK_COLORS
+from workshop.pictures import RANK_COLORS, STEP_COLORS
 
 
 def draw_box(axes: Axes, y: float, begin: float, end: float, color: str, text: str = "", hatch: str = "") -> None:
@@ -63,23 +63,24 @@ def draw_timeline(timeline: Mapping[str, Any]) -> None:
     def draw_bar(lane: int, begin: float, end: float, color: str) -> None:
         axes.barh(lane, 1e3 * (end - begin), left=1e3 * (begin - zero), height=0.6, color=color)
 
-    for name, color in (("forward", "#cccccc"), ("backward", "#888888"), ("step", "#cccccc")):
+    for name in ("forward", "backward", "step"):
         begin, end = spans[name, None]
-        draw_bar(-1, begin, end, color)
+        draw_bar(-1, begin, end, STEP_COLORS.get(name, "#eeeeee"))
         axes.text(500 * (begin + end) - 1e3 * zero, -1, name, ha="center", va="center", fontsize=8)
     for number in range(len(buckets)):
-        draw_bar(number, spans["start_reduce", number][0], spans["finish_reduce", number][1], "#00798c")
-        draw_bar(number, *spans["update_shards", number], "#d1495b")
-        draw_bar(number, spans["start_gather", number][0], spans["step", None][1], "#edae49")
+        reduced = spans["start_reduce", number][0], spans["finish_reduce", number][1]
+        draw_bar(number, *reduced, STEP_COLORS["reduce-scatter"])
+        draw_bar(number, *spans["update_shards", number], STEP_COLORS["update"])
+        draw_bar(number, spans["start_gather", number][0], spans["step", None][1], STEP_COLORS["all-gather"])
     ready_times = [1e3 * (t - zero) for t in step["ready_times"]]
     axes.plot(ready_times, [-1.45] * len(ready_times), "kv", markersize=4)
     axes.axvline(1e3 * (spans["backward", None][1] - zero), color="black", linestyle=":", linewidth=1)
     axes.set_yticks(range(-1, len(buckets)), ["rank 0", *(f"bucket {n}: {p[0]}" for n, p in enumerate(buckets))])
     axes.set(xlabel="time since the start of the forward pass (ms)", ylim=(len(buckets) - 0.5, -1.8))
-    kinds = {"reduce-scatter, until wait() returns": "#00798c", "update": "#d1495b"}
-    kinds["all-gather, until wait() returns"] = "#edae49"
-    handles = [*axes.plot([], [], "kv", markersize=4), *(Rectangle((0, 0), 1, 1, facecolor=c) for c in kinds.values())]
-    labels = ["a gradient is ready", *kinds]
+    kinds = ("reduce-scatter", "update", "all-gather")
+    patches = (Rectangle((0, 0), 1, 1, facecolor=STEP_COLORS[kind]) for kind in kinds)
+    handles = [*axes.plot([], [], "kv", markersize=4), *patches]
+    labels = ["a gradient is ready", *(kind if kind == "update" else f"{kind}, until wait() returns" for kind in kinds)]
     figure.legend(handles, labels, loc="upper center", ncols=4, frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout(rect=(0, 0, 1, 0.94))

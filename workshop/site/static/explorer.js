@@ -15,6 +15,7 @@ function make(tag, attributes = {}, ...children) {
 }
 
 const rankColors = ["#8ecae6", "#ffd166", "#f4978e", "#a7c957", "#cdb4db", "#90be6d", "#e5989b", "#adb5bd"]; // as in the notebooks
+const memoryColors = ["#4c78a8", "#e45756", "#b279a2", "#f2a93b", "#54a24b", "#9d9d9d"]; // as in the notebooks
 
 const formatBytes = (bytes) => `${Math.round(bytes).toLocaleString("en-US")} bytes`;
 

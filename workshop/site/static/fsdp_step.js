@@ -4,7 +4,6 @@
 Explorers.fsdp_step = function (root, samples) {
   const { runs, units, categories, switches, ranks } = samples;
   checkRuns();
-  const colors = ["#4c78a8", "#e45756", "#b279a2", "#f2a93b", "#54a24b", "#9d9d9d"];
   const lanes = { computes: ["forward", "recompute", "backward", "update"], communicates: ["all-gather", "reduce-scatter"] };
   const kinds = Object.values(lanes).flat(), kindColors = ["#56b4e9", "#0072b2", "#009e73", "#999999", "#e69f00", "#d55e00"];
   const margins = { marginLeft: 62, marginRight: 12 };
@@ -65,7 +64,7 @@ Explorers.fsdp_step = function (root, samples) {
       width, height: 200, ...margins, marginBottom: 42,
       x: { domain: [0, end], label: "milliseconds since the first event of any rank", ticks: 6 },
       y: { domain: [0, largest / 1e6], label: "memory of rank 0 (MB)", grid: true, ticks: 5 },
-      color: { domain: categories, range: colors },
+      color: { domain: categories, range: memoryColors },
       marks: [Plot.areaY(points, { x: "time", y: "megabytes", fill: "category", order: categories, curve: "step-after" })],
     });
   }
@@ -128,7 +127,7 @@ Explorers.fsdp_step = function (root, samples) {
     const stepper = addStepper(root, "event of the step", run().events.length, show);
     root.append(sentence, makeLegend(rankColors.slice(0, ranks).map((_, rank) => `shard of rank ${rank}`), rankColors),
       makeScroll("shards of the ranks", unitPlot), makeLegend(kinds, kindColors), makeScroll("timeline of the ranks", timeline),
-      makeLegend(categories, colors), makeScroll("memory of rank 0", memoryPlot), totals, volume);
+      makeLegend(categories, memoryColors), makeScroll("memory of rank 0", memoryPlot), totals, volume);
     restart();
 
     function restart() {

@@ -3,7 +3,6 @@
 
 Explorers.will_it_fit = function (root, samples) {
   const planner = makePlanner(samples), { rows, models, categories, constants, sizes } = samples;
-  const colors = ["#4c78a8", "#e45756", "#b279a2", "#f2a93b", "#54a24b", "#9d9d9d"];
   const inGib = (bytes) => `${(bytes / constants.GIB).toFixed(1)} GiB`;
   const numbers = rows.map((_, i) => i);
   const firstFitting = (options) => numbers.find((row) =>
@@ -31,7 +30,7 @@ Explorers.will_it_fit = function (root, samples) {
     });
     const sentence = make("p", { class: "sentence", role: "status" });
     const legend = make("p", { class: "legend" }, ...categories.flatMap((name, i) => [
-      make("span", { class: "key", style: `background:${colors[i]}` }),
+      make("span", { class: "key", style: `background:${memoryColors[i]}` }),
       `${name === "gathered" ? "all-gathered parameters" : name.replaceAll("_", " ")}  `]),
       make("span", { class: "key limit" }), "usable memory of the GPU");
     const drawing = makeScroll("peak memory of every row"), output = makeScroll("the plan");
@@ -72,7 +71,7 @@ Explorers.will_it_fit = function (root, samples) {
       width, height: 60 + 30 * rows.length, marginLeft: width < 600 ? 150 : 330, marginRight: 16, marginBottom: 40,
       x: { domain: [0, 2 * usable], clamp: true, grid: true, label: "peak memory per GPU (GiB)", ticks: width < 600 ? 4 : 8 },
       y: { domain: numbers, label: null, tickSize: 0, tickFormat: (row) => shorten(rows[row].name, width < 600 ? 19 : 44) },
-      color: { domain: categories, range: colors },
+      color: { domain: categories, range: memoryColors },
       marks: [
         Plot.barX(bars, { x: "gib", y: "row", fill: "category", title: "title", order: categories }),
         Plot.ruleX([usable], { stroke: "currentColor", strokeWidth: 3 }),
