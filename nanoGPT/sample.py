@@ -235,8 +235,10 @@ def main(config: SampleConfig) -> None:
         prompt = tokenizer.encode(start, is_input=True)  # as in transformers; our own runs train without such tokens
     else:
         prompt = tokenizer.encode(start)
+    if lost := "".join(sorted({*start} - {*tokenizer.decode(prompt)})):
+        print(f"the tokenizer changes or drops these characters of --start: {lost!r}", file=sys.stderr)
     if not prompt:
-        raise ConfigError("--start is empty: give at least one character")
+        raise ConfigError("--start has no token: give at least one character that the tokenizer knows")
     torch.manual_seed(config.seed)
     for _ in range(config.num_samples):
         decode = tokenizer.start_decoding()

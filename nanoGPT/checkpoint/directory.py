@@ -33,10 +33,10 @@ from nanoGPT.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     NewFiles,
-    find_best,
     find_checkpoint,
     fsync_path,
     read_manifest,
+    read_manifests,
     serialize_manifest,
     step_directories,
     write_and_sync,
@@ -184,7 +184,7 @@ class CheckpointDirectory:
             raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
         manifest = read_manifest(final)
         if manifest.get("best_val_loss") != (best := fields.get("best_val_loss")):
-            updated = serialize_manifest({**manifest, "best_val_loss": best})
+            updated = serialize_manifest({**manifest, "best_val_loss": best, "best_step": step})
             write_and_sync(self.root / ".tmp-manifest", updated)
             os.replace(self.root / ".tmp-manifest", final / "manifest.json")
             fsync_path(final)
@@ -215,7 +215,7 @@ class CheckpointDirectory:
         files = sorted((file for each in records for file in each), key=lambda file: file["name"])
         manifest = {**fields, "step": step, "files": files, "versions": collect_versions()}
         manifest |= {"run": self.run.token, "world_size": self.run.world_size}
-        self._run_on_main(lambda: self._publish(temporary, final, manifest), temporary)
+        self._run_on_main(lambda: self._publish(temporary, final, self._add_best_step(manifest)), temporary)
         self.run.print0(f"saved {final}")
         if self.run.is_main:
             self._delete_old()
@@ -226,6 +226,12 @@ class CheckpointDirectory:
             with contextlib.suppress(OSError):  # on a network file system, a reader may still have a file open
                 remove(stale)
         temporary.mkdir()
+
+    def _add_best_step(self, manifest: Manifest) -> Manifest:
+        """Add the step of the best validation loss: this one, unless the newest checkpoint has the same loss."""
+        newest = next((each for _, each in read_manifests(self.root.parent)), {})
+        is_best = newest.get("best_val_loss") != manifest.get("best_val_loss")
+        return {**manifest, "best_step": manifest["step"] if is_best else newest.get("best_step")}
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest, and rename the directory to its final name."""
@@ -255,9 +261,9 @@ class CheckpointDirectory:
                     manifest = read_manifest(path)
                     if all(size_of(path / file["name"]) == file["size"] for file in manifest["files"]):
                         complete.append(manifest)
-            best = find_best(old, complete[0].get("best_val_loss")) if old else None
             for path in old:
-                if path != best and (not self.run.lock or self.run.lock.is_ours()):
+                is_best = int(path.name[5:]) == complete[0].get("best_step")
+                if not is_best and (not self.run.lock or self.run.lock.is_ours()):
                     # A kill during the deletion must not leave an incomplete `step-*` directory.
                     remove(path.rename(self.root / f".tmp-old-{path.name}"))
 

@@ -62,31 +62,16 @@ def choose_step(out_dir: Path, step: StepChoice) -> Path:
     Raises:
         ConfigError: the run has no such checkpoint.
     """
-    paths = step_directories(out_dir)
+    paths, number = step_directories(out_dir), step
     if step == "best":
-        newest = next((manifest for _, manifest in read_manifests(out_dir)), {})
-        path = find_best(paths, newest.get("best_val_loss"))
-    else:
-        path = next((path for path in paths if int(path.name[5:]) == step), None)
+        number = next((manifest.get("best_step") for _, manifest in read_manifests(out_dir)), None)
+    path = next((path for path in paths if int(path.name[5:]) == number), None)
     if path is None:
         names = ", ".join(path.name for path in paths)
         remedy = f"choose one of {names}" if names else "give the directory of a run, which contains checkpoints/"
-        raise ConfigError(f"there is no checkpoint with --resume_step={step} under {out_dir}: {remedy}")
+        choice = f"{step}, which is step {number}," if step == "best" and number else step
+        raise ConfigError(f"there is no checkpoint with --resume_step={choice} under {out_dir}: {remedy}")
     return path
-
-
-def find_best(paths: list[Path], best_val_loss: Any) -> Path | None:
-    """Return the oldest checkpoint whose manifest has this best validation loss: the loss was measured at its step.
-
-    Args:
-        paths: newest first.
-        best_val_loss: of the run, from the manifest of its newest checkpoint; None if it has recorded none.
-    """
-    for path in reversed(paths if best_val_loss is not None else []):
-        with contextlib.suppress(DamagedCheckpoint, ConfigError):
-            if read_manifest(path).get("best_val_loss") == best_val_loss:
-                return path
-    return None
 
 
 def find_newest_run(directories: Iterable[Path]) -> Path | None:

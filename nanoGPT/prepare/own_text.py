@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -273,6 +273,20 @@ def write_files(folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, pro
         progress.write_shard(folder, content, piece)
 
 
+def scan(text: OwnText, special_tokens: Sequence[str]) -> tuple[str, set[str], Sample, Counter[str]]:
+    """Read a text once. Return its hash, its characters, a sample, and how often it contains each special token."""
+    digest, characters, sample, special = hashlib.sha256(), set[str](), Sample(), Counter[str]()
+    print(f"files to read: {len(text.files):,}; files of other kinds, which are ignored: {text.ignored:,}")
+    for piece, starts_document in show_progress(text.pieces(shows_skipped=True), "counting characters"):
+        sample.add(piece)
+        digest.update(b"\0" * starts_document + piece.encode())
+        characters |= set(piece)
+        special.update({name: piece.count(name) for name in special_tokens})
+    if text.skipped:
+        print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
+    return digest.hexdigest(), characters, sample, special
+
+
 def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, shard_tokens: int = SHARD_TOKENS) -> str:
     """Prepare a dataset, unless it is already prepared, and return its name.
 
@@ -294,15 +308,7 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
     # A tokenizer that needs no text is loaded first, so that a wrong name is refused before a long text is read.
     identity = None if tokenizer in (None, "char") else choose_tokenizer(tokenizer, set(), 0)
     special_tokens = load_tokenizer(identity).special_tokens if identity else Gpt2Tokenizer.special_tokens
-    digest, characters, sample, special = hashlib.sha256(), set[str](), Sample(), Counter[str]()
-    print(f"files to read: {len(text.files):,}; files of other kinds, which are ignored: {text.ignored:,}")
-    for piece, starts_document in show_progress(text.pieces(shows_skipped=True), "counting characters"):
-        sample.add(piece)
-        digest.update(b"\0" * starts_document + piece.encode())
-        characters |= set(piece)
-        special.update({name: piece.count(name) for name in special_tokens})
-    if text.skipped:
-        print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
+    digest, characters, sample, special = scan(text, special_tokens)
     if sample.length < 100:
         raise ConfigError(
             f"--input={text.path} has {sample.length} characters of text: use at least 100, or correct --field (a "
@@ -319,7 +325,7 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
     if identity["name"] == "tokenizers":
         describe_losses(loaded, sample)
     source = {
-        "text_sha256": digest.hexdigest(),
+        "text_sha256": digest,
         "files": [{"name": file.name, "bytes": size_of(file)} for file in text.files[:1000]],
         "tokenizer": identity["sha256"],
         "shard_tokens": shard_tokens,

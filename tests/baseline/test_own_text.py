@@ -223,8 +223,11 @@ def write_tokenizer(path: Path) -> Path:
 
 def test_a_tokenizer_of_hugging_face_is_part_of_the_data(tmp_path, data, capsys):
     """A tokenizer.json prepares a text, and is in the dataset, the checkpoint, the sample and the export. Weights with
-    it are refused for other data."""
+    it are refused for other data, and characters of a prompt that it does not know are printed."""
     path = write_tokenizer(tmp_path / "tokenizer.json")
+    definition = json.loads(path.read_text())
+    definition["model"]["vocab"].pop("z")
+    path.write_text(json.dumps(definition))
     source = write(tmp_path / "my.jsonl", *({"text": POEM} for _ in range(4)))
     prepare_own_text(OwnText(source), None, str(path))
     assert read_text(data / "my").split("<|endoftext|>") == [POEM] * 4
@@ -232,8 +235,12 @@ def test_a_tokenizer_of_hugging_face_is_part_of_the_data(tmp_path, data, capsys)
     config = tiny("nanoGPT", out, dataset=str(data / "my"), model="llama", max_iters=2, eval_iters=1)
     train("nanoGPT", 1, config)
     assert losses(out)
-    sample.main(sample.SampleConfig(out_dir=str(out), start="naïve ro", max_new_tokens=4, device="cpu"))
-    assert capsys.readouterr().out.splitlines()[-2].startswith("naïve ro")
+    sample.main(sample.SampleConfig(out_dir=str(out), start="naïve roz", max_new_tokens=4, device="cpu"))
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-2].startswith("naïve ro")
+    assert printed.err == "the tokenizer changes or drops these characters of --start: 'z'\n"
+    with pytest.raises(ConfigError, match="--start has no token"):
+        sample.main(sample.SampleConfig(out_dir=str(out), start="z", device="cpu"))
     export.main(str(out), str(tmp_path / "hf"))
     assert read_hf_tokenizer(tmp_path / "hf") == make_json_identity(path.read_text())
     end = load_tokenizer(make_json_identity(path.read_text())).end_of_text

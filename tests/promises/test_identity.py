@@ -153,6 +153,10 @@ def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             read_weights(str(source), step=5)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(copy / f"checkpoints/step-{best:08d}")  # a later one is not the best, although it has the same loss
+    with pytest.raises(ConfigError, match=f"--resume_step=best, which is step {best}, under"):
+        read_weights(str(copy), step="best")
 
 
 def test_the_best_step_is_resumed(sources, tmp_path):
