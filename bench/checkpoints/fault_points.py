@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +225,11 @@ def load_all(folders: list[str]) -> list[int]:
     return steps
 
 
-def kill_at_every_point() -> list[dict[str, Any]]:
+def kill_at_every_point(modes: Sequence[str] = ("sync", "async")) -> list[dict[str, Any]]:
     """Kill each rank at every point of a save that it reaches, synchronous and asynchronous, and load what is left.
+
+    Args:
+        modes: the kinds of saves.
 
     Returns:
         One row per point and rank, with the step that was loaded after the kill of each kind of save.
@@ -239,17 +242,15 @@ def kill_at_every_point() -> list[dict[str, Any]]:
         run_on_ranks(save_two_steps_of_each_kind, RANKS, parent, show=False)
         folders = []
         for point, rank in cases:
-            for mode in ("sync", "async"):
+            for mode in modes:
                 folders.append(f"{parent}/{point} {rank} {mode}")
                 shutil.copytree(f"{parent}/{mode}", folders[-1])
                 kill_save(folders[-1], point, rank, mode == "async")
         steps = load_all(folders)
-    rows = []
-    for i, (point, rank) in enumerate(cases):
-        rows.append({"point": point, "rank": rank, "sync": steps[2 * i], "async": steps[2 * i + 1]})
-        print(
-            f"rank {rank} killed {point}: step {steps[2 * i]} loads after a synchronous save, "
-            f"step {steps[2 * i + 1]} after an asynchronous save",
-            flush=True,
-        )
+    rows, loaded = [], iter(steps)
+    for point, rank in cases:
+        step_of_mode = {mode: next(loaded) for mode in modes}
+        rows.append({"point": point, "rank": rank, **step_of_mode})
+        text = ", ".join(f"step {step} loads after the {mode} save" for mode, step in step_of_mode.items())
+        print(f"rank {rank} killed {point}: {text}", flush=True)
     return rows

@@ -71,6 +71,7 @@ def count_cached_graphs(choices: list[list[str]], cache: str) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_of_other_backends_is_not_used(tmp_path):
     """torch.compile stores graphs on disk. Another process uses them only with the same backends of attention.
 
@@ -118,6 +119,7 @@ def test_the_fastest_attention(facts, first, reason):
     assert chosen.backends[:1] == ([BACKENDS[first]] if first else []) and reason in chosen.reason
 
 
+@pytest.mark.slow
 def test_deterministic_runs_are_equal(tmp_path, device):
     """With --deterministic, two runs of a phase have equal losses and norms to the last digit."""
     dtype = "bfloat16" if device == "cuda" else "float32"

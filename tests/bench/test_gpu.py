@@ -46,6 +46,7 @@ def test_what_fails_hangs_or_does_not_fit_is_reported(place, capsys):
         assert ("crash: why" in capsys.readouterr().out) == is_retried
 
 
+@pytest.mark.slow
 def test_a_task_without_its_packages_is_skipped(place, monkeypatch):
     """Kernels need only torch, triton and numpy. A missing package of the trainers is the reason of a skip."""
     missing = ["msgspec", "tyro", "tiktoken", "rich", "tqdm", "matplotlib", "safetensors", "cloudpickle"]

@@ -19,6 +19,7 @@ from nanoGPT.export import write_hf_tokenizer
 from nanoGPT.prepare.meta import make_char_identity
 from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.loading import measure_loading
+from tests.helpers.marks import mark_slow
 from tests.helpers.solving import solve_each
 from workshop.ranks import run_on_ranks
 
@@ -48,6 +49,7 @@ WAYS: dict[str, tuple[costs.Spread, ...]] = {
     "qwen3_moe": ("fsdp", "offload", "tp"),
     "gpt_oss": ("fsdp", "offload", "tp"),
 }
+QUICK = ("llama", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +132,9 @@ def measure_loading_each_way(folder: Path, ways: tuple[costs.Spread, ...]) -> li
 def compare_all(
     models: Path, expected: dict[str, Expected]
 ) -> tuple[list[tuple[int, int]], dict[str, list[tuple[str, bool, float, float]]]]:
-    """Compare every model in every way."""
+    """Compare the models of `expected` in every way."""
     loading = measure_loading_each_way(models / "loading", ("fsdp", "tp"))
-    return loading, {name: compare_with_transformers(models / name, expected[name]) for name in WAYS}
+    return loading, {name: compare_with_transformers(models / name, expected[name]) for name in expected}
 
 
 def run_with_transformers(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -144,9 +146,10 @@ def run_with_transformers(function: Callable[..., Any], ranks: int, *args: Any) 
         return run_on_ranks(function, ranks, *args, show=False)
 
 
-def test_models_compute_what_transformers_computes(models):
+@pytest.mark.parametrize("names", [QUICK, *mark_slow((tuple(name for name in WAYS if name not in QUICK),))])
+def test_models_compute_what_transformers_computes(names, models):
     """Greedy tokens and logits to 1e-4, in each way; a rank holds and reads its share of the model."""
-    expected = {name: compute_with_transformers(models / name) for name in WAYS}
+    expected = {name: compute_with_transformers(models / name) for name in names}
     for loading, found in run_with_transformers(compare_all, 2, models, expected):
         check_loading(loading, 2)
         for name, results in found.items():

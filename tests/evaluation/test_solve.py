@@ -21,6 +21,7 @@ from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.sample import generate
+from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program
 from tests.helpers.solving import solve_each, solve_quietly
 from tests.helpers.training import tiny, train
@@ -121,7 +122,7 @@ def measure_costs(slots: int, min_params: list[int]) -> list[tuple[float, dict[s
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, *mark_slow(4)])
 def test_memory_and_communication_match_the_formulas(ranks):
     """Weights, all-gathered bytes and communication match the formulas; offload has at most two layers at a time."""
     found = run_on_ranks(measure_costs, ranks, 3, [4000, 10**6], show=False)[0]

@@ -74,12 +74,14 @@ def compiled_facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(process.stdout)
 
 
+@pytest.mark.slow
 def test_a_planted_spill_is_reported(compiled_facts):
     """A tile of 32,768 numbers in 4 warps does not fit into registers, and this is found."""
     (problem,) = compiled_facts["spill"]
     assert problem.startswith("planted on sm_90 spills"), problem
 
 
+@pytest.mark.slow
 def test_what_the_interpreter_cannot_show_is_in_the_machine_code(compiled_facts):
     """AdamW tests its addresses before it uses 16-byte accesses, and cross-entropy waits before it overwrites logits.
 

@@ -29,7 +29,6 @@ QUICK = (
     "precision.2",
     "parallel.1",
     "tiles.1",
-    "capstone",
 )
 NAMES = [*QUICK, *mark_slow(*(name for name in EXERCISES if name not in QUICK))]
 

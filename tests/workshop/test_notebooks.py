@@ -16,7 +16,7 @@ from workshop.notebooks import execute, find_differences, read_script
 SCRIPTS = notebooks.list_scripts()
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|private|var)\b|" + re.escape(tempfile.gettempdir()))
 # `.venv/bin/python -m workshop.notebooks` and the slow tests run all of them.
-QUICK = ("00_start_here", "08_generating_text")
+QUICK = ("00_start_here",)
 each_notebook = pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 
 
