@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 3. ZeRO-1: shard the optimizer state
 #
-# *65 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.
+# *40 minutes. Read [notebook 1](01_one_process.ipynb) first, for the loss curve and DDP.
 # [Notebook 2](02_collectives.ipynb) explains reduce-scatter, all-gather and the ring algorithm, and
 # [the glossary](../docs/glossary.md) defines the terms.*
 #
@@ -12,8 +12,9 @@
 #
 # We first measure bytes, and then draw which rank stores what. Then we study two versions of the optimizer: the
 # simplest one (`phase1_zero1/naive.py`), and the one that the trainer uses (`phase1_zero1/zero1.py` and
-# `phase1_zero1/buckets.py`). At the end we clip gradients by a wrong norm on purpose, and save a checkpoint. Keep the
-# three files open next to this notebook. No GPU is needed.
+# `phase1_zero1/buckets.py`). At the end we save a checkpoint. [Notebook 3b](03b_overlap_and_clipping.ipynb) continues
+# with the overlap of communication, and with gradient clipping. Keep the three files open next to this notebook. No GPU
+# is needed.
 
 # %%
 import dataclasses
@@ -29,7 +30,7 @@ from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.observers import add_flags
-from nanoGPT.optim import clip_grads, grad_norm, param_groups
+from nanoGPT.optim import param_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -296,19 +297,19 @@ from measure.ledger import CollectiveCounter
 
 
 def train_by_hand(config: Zero1Config, make_optimizer, before_step=lambda *_: None, steps: int = 8) -> dict:
-    """Train on the calling ranks, and return losses, final parameters, norms and the traffic of the last step."""
+    """Train on the calling ranks, and return losses, final parameters and the traffic of the last step."""
     model, data = create_model_and_data(config)
-    optimizer, curve, norms = make_optimizer(model), [], []
+    optimizer, curve = make_optimizer(model), []
     for step in range(steps):
         with CollectiveCounter() as traffic:
             loss_sum = compute_gradients(model, optimizer, data, config, step)
-            norms.append(before_step(model, optimizer))
+            before_step(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
         dist.all_reduce(loss_sum)
         curve.append(loss_sum.item() / config.gradient_accumulation_steps)
     params = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"curve": curve, "params": params, "norms": norms, "traffic": list(traffic.rows.values())}
+    return {"curve": curve, "params": params, "traffic": list(traffic.rows.values())}
 
 
 # %% answer="average_gradients"
@@ -489,188 +490,7 @@ for name in ("_reduce", "_gather", "step"):
 # In the naive `step`, the three stages follow one another. In the real one, the reduction has started in the backward
 # pass, and `start_gather` returns at once, so the all-gather of one bucket runs while the next one is updated.
 #
-# ## e. Overlap communication with the backward pass
-#
-# You will record when each bucket is reduced and all-gathered in a real step.
-#
-# A reduce-scatter does not have to wait for the end of the backward pass. The gradients of the last block are ready
-# while the gradients of the first block are still to be computed. `Zero1Optimizer` uses this in three ways:
-#
-# - it fills the buckets from the last parameter to the first;
-# - a hook on each parameter, as in (b), marks the gradient as ready in its bucket;
-# - a bucket whose gradients are all ready starts its reduce-scatter asynchronously.
-#
-# All ranks must start their buckets in the same order. Otherwise bucket 1 of one rank would be added to bucket 2 of
-# another rank. In the first step this order is the order of the bucket numbers. Rank 0 then broadcasts the order in
-# which its buckets became ready, and all ranks use this order from the second step on.
-#
-# Below, buckets of at most 0.07 MiB give 8 buckets, numbered 0 to 7. The last one contains the LayerNorm weights.
-# `record_timeline` wraps the methods of each bucket. It records the time of each call, and how many of the 15 gradients
-# were ready.
-#
-# **Predict first:** how many gradients are ready when the reduce-scatter of bucket 7 starts in step 0, and how many in
-# step 1? How many of the 8 buckets start their reduce-scatter before `backward()` returns?
-
-# %%
-from workshop.lessons.zero1 import count_early_reduces, print_ready_gradients, record_timeline
-from workshop.lessons.zero1_pictures import draw_timeline
-
-
-def record_steps(config: Zero1Config, bucket_mb: float, steps: int) -> dict:
-    """Run steps, and return the parameters of each bucket and the recorded events of each step on this rank."""
-    model, data = create_model_and_data(config)
-    return record_timeline(model, lambda: make_flat_zero1(model, bucket_mb), data, steps)
-
-
-timeline = run_on_ranks(record_steps, 2, dataclasses.replace(config, batch_size=32), 0.07, 6)[0]
-print_ready_gradients(timeline)
-assert all(count_early_reduces(step) == 8 for step in timeline["steps"])
-
-# %% [markdown]
-# All eight buckets start before `backward()` returns. From step 1 on, seven of them start before the last gradient is
-# ready. Bucket 6 must be the last. The token embedding is also the output layer, so its gradient is complete only when
-# the backward pass reaches the embedding at the start of the model. In step 0 the LayerNorm bucket waits for bucket 6,
-# and in step 1 it does not.
-#
-# The next figure shows the fastest of the later steps on rank 0, with the real times of this run. The micro-batches are
-# larger here than before, so that the passes take long enough to be visible.
-#
-# **Predict first:** in which order are the buckets updated and all-gathered, and why in this order?
-
-# %%
-draw_timeline(timeline)
-
-# %% [markdown]
-# The optimizer updates the buckets in the reverse order of their reduce-scatters. The all-gather of one bucket runs
-# while the next bucket is updated. The backward pass reaches the first layers last, and the next forward pass needs
-# them first. So the last reduced bucket is updated and all-gathered first.
-#
-# Read this figure with two cautions:
-#
-# - The bar of a reduce-scatter ends when the optimizer has finished waiting for it. The transfer itself may have ended
-#   earlier, but gloo does not report this time.
-# - The ranks share the CPU cores with gloo's threads, so an early start saves little time here. With GPUs and a
-#   network, computation and communication run at the same time.
-#
-# ## f. Gradient clipping by a wrong norm
-#
-# You will make two common mistakes, and see why they are hard to notice.
-#
-# Clipping scales the gradient down when its norm is above a limit. The norm is the norm of the *full* gradient, but
-# after the reduce-scatter no rank has the full gradient. We try two wrong versions:
-#
-# - *local*: each rank computes the norm of its own shards, and scales them by this norm;
-# - *torch*: each rank calls `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` after the reduce-scatter. This is
-#   the usual function for clipping, and has nothing to do with the implementation `torch` in (d).
-#
-# **Predict first:** is a local norm smaller or larger than the right norm? What do the other slices of `.grad` contain
-# after a reduce-scatter? Does `torch` return the same number on all ranks?
-
-# %%
-MAX_NORM = 1.0
-
-
-def clip_by_local_norm(model: GPT, optimizer: Zero1Optimizer) -> float:
-    grads = optimizer.reduce_gradients()  # the gradients of this rank's shards
-    norm = grad_norm(grads)  # the bug: there is no sum over the ranks
-    clip_grads(grads, norm, MAX_NORM)
-    return norm.item()
-
-
-def clip_with_torch(model: GPT, optimizer: Zero1Optimizer) -> float:
-    optimizer.reduce_gradients()
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
-
-
-def clip_by_global_norm(model: GPT, optimizer: Zero1Optimizer) -> float:
-    return optimizer.clip_grad_norm_(MAX_NORM).item()
-
-
-# %% [markdown]
-# `clip_by_global_norm` is the right version. The reference clips in one process, which has the full gradient:
-
-# %%
-from workshop.lessons.zero1 import print_norms
-
-
-def clip_in_one_process(model: GPT, optimizer: torch.optim.Optimizer) -> float:
-    grads = [p.grad for p in model.parameters()]
-    norm = grad_norm(grads)
-    clip_grads(grads, norm, MAX_NORM)
-    return norm.item()
-
-
-CLIPPING = {"local": clip_by_local_norm, "torch": clip_with_torch, "right": clip_by_global_norm}
-[reference] = run_on_ranks(train_by_hand, 1, config, make_adamw, clip_in_one_process, 12)
-results = {name: run_on_ranks(train_by_hand, 4, config, make_flat_zero1, clip, 12) for name, clip in CLIPPING.items()}
-print_norms(results, reference)
-
-# %% [markdown]
-# Both mistakes produce four different norms on the four ranks. A local norm is too small, so *local* clips too little,
-# and it scales each slice by a different factor. This changes the direction of the gradient. After the reduce-scatter,
-# the `.grad` of a rank contains the mean in its own slice only. The other slices contain the rank's own gradient, or
-# whatever gloo or NCCL left there. *torch* adds these values to the norm.
-#
-# The last line shows the solution. The squares of the shards add up, so each rank only has to communicate one number.
-# `optimizer.clip_grad_norm_(max_norm)` sums the squares of its shards in fp64 and all-reduces this scalar. All ranks
-# then scale by the same factor. (In fp32 the norm would depend on the slice boundaries, and therefore on N.)
-#
-# What effect do these mistakes have on training?
-#
-# **Predict first:** the ranks scale by four different factors. Do the models on the four ranks become different? What
-# is the max loss difference from one process, and in which step do the curves separate?
-
-# %%
-for name, ranks in results.items():
-    is_equal = all(torch.equal(rank["params"], ranks[0]["params"]) for rank in ranks)
-    differences = [abs(a - b) for a, b in zip(ranks[0]["curve"], reference["curve"])]
-    print(f"{name:6} same model on all ranks: {is_equal}   loss differences:", *(f"{each:.0e}" for each in differences))
-assert max(abs(a - b) for a, b in zip(results["right"][0]["curve"], reference["curve"])) < 1e-5
-
-# %% [markdown]
-# The models on the four ranks stay equal. Each slice is updated once, by its owner, and then all-gathered by all ranks.
-# A check that compares the ranks with each other therefore finds no error. The loss curves look normal, too. In steps 0
-# and 1 even the losses are almost right, because AdamW's first update hardly depends on the scale of the gradient.
-#
-# Only the comparison with one process shows the mistake. This comparison is sensitive, because the right version agrees
-# with one process to about 1e-7.
-#
-# ### AdamW hides a wrong scale
-#
-# The most common mistake is a sum over the ranks instead of a mean: on 4 ranks all gradients are 4 times too large.
-#
-# **Predict first:** by how much do the losses change with AdamW, and by how much with SGD?
-
-# %%
-def multiply_by_4(model: GPT, optimizer: torch.optim.Optimizer) -> float:
-    for p in model.parameters():
-        p.grad *= 4
-    return grad_norm([p.grad for p in model.parameters()]).item()
-
-
-def keep(model: GPT, optimizer: torch.optim.Optimizer) -> float:
-    return grad_norm([p.grad for p in model.parameters()]).item()
-
-
-def make_sgd(model: GPT) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.3)
-
-
-print("loss of each step, and the gradient norm of the first one")
-for name, make_optimizer in (("AdamW", make_adamw), ("SGD", make_sgd)):
-    for scale, before_step in (("mean", keep), ("sum", multiply_by_4)):
-        [result] = run_on_ranks(train_by_hand, 1, config, make_optimizer, before_step, 8)
-        print(f"{name:6} {scale:5}", *(f"{loss:.4f}" for loss in result["curve"]), f"  norm {result['norms'][0]:.2f}")
-
-# %% [markdown]
-# With AdamW the two curves agree to four digits. Its update is the mean of the gradient, divided by the root of the
-# mean of its square: a constant factor cancels. With SGD the factor multiplies the learning rate, so the curve is
-# different. So a run with AdamW that sums instead of averaging looks right. A comparison of gradient norms shows the
-# factor, and so does a resume on another number of ranks, because the factor then changes. Clipping hides it if the
-# right norm is above the limit in every step, and shows it otherwise. This is why every run logs the gradient norm,
-# and why the tests of this repository compare it with one process.
-#
-# ## g. A sharded checkpoint
+# ## e. A sharded checkpoint
 #
 # You will save a checkpoint on 4 ranks, and resume from it on 2 ranks.
 #
@@ -733,17 +553,12 @@ assert difference < 1e-5
 # 4. An all-reduce is a reduce-scatter and an all-gather. ZeRO-1 runs the update between the two, so it sends no more
 #    than DDP.
 # 5. The naive version sends 3P(N-1)/N elements, and flat buckets send 2P(N-1)/N.
-# 6. A bucket is reduced as soon as it is full, during the backward pass. All ranks must reduce their buckets in the
-#    same order.
-# 7. Clip by the global norm: the square root of the sum of the squares of all shards.
-# 8. A local norm raises no error, and the models of all ranks stay equal. Only the comparison with one process shows
-#    the mistake.
-# 9. A checkpoint stores ranges of parameters. It does not store buckets, so another number of ranks can load it.
+# 6. A checkpoint stores ranges of parameters. It does not store buckets, so another number of ranks can load it.
 #
 # ## Exercises
 #
 # `make exercise N=zero1.1` and the exercises after it let you write parts of this chapter again: buckets, slices,
-# shards, the reduce-scatter, clipping, the order of collectives, and ZeRO-2. `make check N=zero1.1` runs your code on
+# shards, the reduce-scatter, and ZeRO-2. `make check N=zero1.1` runs your code on
 # real ranks and explains what is wrong. `docs/exercises.md` lists all of them.
 #
 # **1. ZeRO-2.** After the reduce-scatter, a rank needs only its own slice of the gradient. Suppose that it frees the
@@ -806,7 +621,6 @@ assert difference < 1e-5
 # More important, each call has a fixed cost, and 15 calls pay it 15 times.
 #
 # Huge buckets make 2 reduce-scatters, one per parameter group. The bucket of the matrices can start only when the last
-# gradient, the one of `wte`, is ready. Its communication then does not overlap with the backward pass. To see this,
-# call `record_steps` of (e) with `bucket_mb=1000`.
+# gradient, the one of `wte`, is ready. Its communication then does not overlap with the backward pass.
 #
 # </details>

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 9. Mixed precision: where are 16 bits enough?
 #
-# *35 minutes. Read [notebook 3](03_zero1.ipynb) first, for the model state and the global gradient norm.*
+# *35 minutes. Read notebooks [3](03_zero1.ipynb) and [3b](03b_overlap_and_clipping.ipynb) first, for the model state
+# and the global gradient norm.*
 #
 # A GPU multiplies matrices of 16-bit numbers many times as fast as matrices of fp32 numbers, and 16-bit numbers need
 # half the memory. But training in 16 bits alone does not work. **Which numbers of a training step may have 16 bits,

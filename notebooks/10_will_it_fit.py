@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 10. Will it fit?
 #
-# *45 minutes. Read [notebook 6](06_fsdp.ipynb) first, for FSDP units and activation checkpointing.*
+# *45 minutes. Read notebooks [6](06_fsdp.ipynb) and [6b](06b_activation_checkpointing.ipynb) first, for FSDP units and
+# activation checkpointing.*
 #
 # A job on 64 GPUs waits for a day in the queue, starts, and runs out of memory in its third step. You could have known
 # it before. **How much memory does a training step need on each rank, and what do you change first if it is too much?**

@@ -1,4 +1,4 @@
-"""Helpers of notebook 6: measure the memory and the communication of a step, and print what was measured.
+"""Helpers of notebooks 6 and 6b: measure the memory and the communication of a step, and print what was measured.
 
 `workshop/lessons/fsdp_pictures.py` draws it.
 """

@@ -1,4 +1,4 @@
-"""Helpers of notebook 3: the layout of buckets, the timeline of a step, and tables.
+"""Helpers of notebooks 3 and 3b: the layout of buckets, the timeline of a step, and tables.
 
 `workshop/lessons/zero1_pictures.py` draws it.
 """

@@ -1,4 +1,4 @@
-"""Pictures of notebook 3: buckets and shards, and the timeline of a step."""
+"""Pictures of notebooks 3 and 3b: buckets and shards, and the timeline of a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
