@@ -62,6 +62,7 @@ def choose_run() -> str:
     newest = find_newest_run((Path("out"), *Path("out").glob("*")))
     if newest is None:
         raise ConfigError("there is no run with a checkpoint under out/: train one with `make baseline`")
+    print(f"using the newest run, {newest}", file=sys.stderr)
     return str(newest)
 
 

@@ -214,7 +214,7 @@ class CheckpointDirectory:
         records = self._run_on_all(write_files, temporary)
         files = sorted((file for each in records for file in each), key=lambda file: file["name"])
         manifest = {**fields, "step": step, "files": files, "versions": collect_versions()}
-        manifest |= {"run": self.run.token, "world_size": self.run.world_size}
+        manifest |= {"run": self.run.token, "world_size": self.run.world_size, "saved_at": time.time()}
         self._run_on_main(lambda: self._publish(temporary, final, self._add_best_step(manifest)), temporary)
         self.run.print0(f"saved {final}")
         if self.run.is_main:

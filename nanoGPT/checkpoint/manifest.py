@@ -75,9 +75,16 @@ def choose_step(out_dir: Path, step: StepChoice) -> Path:
 
 
 def find_newest_run(directories: Iterable[Path]) -> Path | None:
-    """Return the directory whose newest checkpoint was written last; None if no directory has a checkpoint."""
-    newest = {directory: paths[0] for directory in directories if (paths := step_directories(directory))}
-    return max(newest, key=lambda directory: newest[directory].stat().st_mtime, default=None)
+    """Return the directory whose newest checkpoint was saved last; None if no directory has a checkpoint.
+
+    The manifest has the time, because a copy of a directory is newer than the run.
+    """
+    times = {}
+    for directory in directories:
+        if paths := step_directories(directory):
+            manifest = next((each for _, each in read_manifests(directory)), {})
+            times[directory] = manifest.get("saved_at", paths[0].stat().st_mtime)
+    return max(times, key=times.__getitem__, default=None)
 
 
 def read_manifests(out_dir: Path) -> Iterator[tuple[Path, Manifest]]:

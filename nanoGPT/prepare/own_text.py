@@ -156,6 +156,8 @@ class OwnText:
 def list_files(folder: Path) -> Iterator[Path]:
     """Yield all files of a directory and its subdirectories. A directory is entered once, also through links.
 
+    Hidden files and directories are left out: they are copies and settings of other programs.
+
     Raises:
         ConfigError: a directory cannot be read.
     """
@@ -166,8 +168,9 @@ def list_files(folder: Path) -> Iterator[Path]:
     entered = set[str]()
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         entered.add(os.path.realpath(parent))
-        folders[:] = sorted(each for each in folders if os.path.realpath(f"{parent}/{each}") not in entered)
-        yield from (path for name in names if (path := Path(parent) / name).is_file())
+        visible = [each for each in folders if not each.startswith(".")]
+        folders[:] = sorted(each for each in visible if os.path.realpath(f"{parent}/{each}") not in entered)
+        yield from (path for name in names if name[0] != "." and (path := Path(parent) / name).is_file())
 
 
 def normalize(text: str) -> str:
@@ -357,7 +360,9 @@ def main(input: Path, name: str | None = None, tokenizer: str | None = None, fie
         tokenizer: char, gpt2 or the path of a tokenizer.json; None: char for a short text, else gpt2.
         field: of .jsonl and .parquet files, with the text.
     """
-    name = prepare_own_text(OwnText(input, field), name, tokenizer)
+    text = OwnText(input, field)
+    name = prepare_own_text(text, name, tokenizer)
+    print(f"the val split is the beginning of the text: of {text.files[0]}")
     print(f"{name} is prepared: train on it with --dataset={name}")
 
 

@@ -118,6 +118,8 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"the tokenizer.json is not valid ({error}): use that of another model") from None
         self.tokenizer.no_truncation()  # settings of a model's inputs, and not of its training data
         self.tokenizer.no_padding()
+        if getattr(self.tokenizer.model, "dropout", None):
+            self.tokenizer.model.dropout = None
         added = self.tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in added if token.special)
         ids = (self.tokenizer.token_to_id(name) for name in self.ENDS)

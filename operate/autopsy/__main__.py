@@ -11,6 +11,7 @@ and prints the rank at fault, the cause, the evidence, the remedy, and how to re
 import sys
 import textwrap
 from pathlib import Path
+from shlex import quote
 
 from nanoGPT.job.program import command_line, report_errors
 from operate.autopsy.causes import Cause, find_cause
@@ -35,7 +36,8 @@ def describe_resume(evidence: Evidence) -> str:
     done = [line["step"] + 1 for line in evidence.metrics if line.get("loss") is not None]
     done += [beat.get("step", 0) for beat in evidence.heartbeats.values()]  # not every step is logged
     lost = max(0, max(done, default=newest) - newest)
-    return f"--init_from=resume --out_dir={evidence.folder} continues after {newest} updates; {lost} step(s) are lost"
+    flags = f"--init_from=resume --out_dir={quote(str(evidence.folder))}"
+    return f"{flags} continues after {newest} updates; {lost} step(s) are lost"
 
 
 def describe_kernels(evidence: Evidence) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.sample import SampleConfig, choose_run
 from nanoGPT.train_config import TrainConfig
 from operate import launch
+from tests.helpers.checkpoints import make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks
@@ -158,14 +160,16 @@ def test_an_exported_ckpt_is_bitwise_identical(phase, runs, tmp_path):
         assert torch.equal(optimizer.state[param]["exp_avg"], before.optimizer[name]["exp_avg"]), name
 
 
-def test_sampling_uses_the_run_that_saved_last(tmp_path, monkeypatch):
-    """Without --out_dir, sampling uses the run under out/ whose checkpoint was saved last, whatever its name or
-    step."""
+def test_sampling_uses_the_run_that_saved_last(tmp_path, monkeypatch, capsys):
+    """Without --out_dir, sampling uses the run under out/ that saved last, whatever its name or step, and names it. A
+    copy of an older run is not newer."""
     monkeypatch.chdir(tmp_path)
-    for name, step, time in (("a", 1, 1), ("b", 2, 3), ("c", 9, 2)):
-        (tmp_path / "out" / name / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-        os.utime(tmp_path / "out" / name / "checkpoints" / f"step-{step:08d}", (time, time))
-    assert choose_run() == "out/b"
+    (tmp_path / "out").mkdir()
+    for name, step in (("a", 1), ("c", 9), ("b", 2)):
+        make_directory(tmp_path / "out" / name).save(step, write_bytes(b"x"), {})
+    shutil.copytree("out/c", "out/copy")
+    os.utime("out/copy/checkpoints/step-00000009", (2e9, 2e9))
+    assert choose_run() == "out/b" and "using the newest run, out/b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])

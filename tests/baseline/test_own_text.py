@@ -68,6 +68,9 @@ def test_every_format_and_its_defects(tmp_path, data, capsys):
     write(folder / "1.jsonl", b"\xef\xbb\xbf" + json.dumps({"text": "One\r\ntwo."}).encode() + b"\r", *bad)
     (folder / "2 ž.TXT").write_bytes("\ufeffŘeka\r\nteče\rdolů.".encode() * 10)
     (folder / "notes.md").write_text("ignored")
+    (folder / ".copies").mkdir()
+    for hidden in (folder / ".copies" / "1-copy.txt", folder / "._1.txt"):  # of Jupyter, and of macOS
+        hidden.write_bytes(b"\xff hidden")
     (folder / "loop").symlink_to(folder)
     (tmp_path / "elsewhere").mkdir()
     (folder / "sub").symlink_to(tmp_path / "elsewhere")
@@ -343,17 +346,19 @@ def test_an_input_begins_with_the_special_tokens_of_its_model(tmp_path):
 
 
 def test_settings_for_inputs_of_a_model_do_not_cut_the_text(tmp_path, data, capsys):
-    """The truncation and padding of a tokenizer.json are not used. Characters that it drops are printed, a text that it
-    cannot encode is refused, and a text with too few tokens is not prepared."""
+    """The truncation, padding and dropout of a tokenizer.json are not used. Characters that it drops are printed, a
+    text that it cannot encode is refused, and a text with too few tokens is not prepared."""
     tokenizers = pytest.importorskip("tokenizers")
     source = write(tmp_path / "my.txt", POEM.encode())
     path = write_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    exact = tokenizer.encode(POEM).ids
+    tokenizer.model.dropout = 0.5
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(tmp_path / "cut.json"))
     prepare_own_text(OwnText(source), "cut", str(tmp_path / "cut.json"))
-    assert read_text(data / "cut") == POEM
+    assert read_text(data / "cut") == POEM and read_ids(data / "cut") == exact
     content = json.loads(path.read_text())
     content["model"]["vocab"].pop("z")
     write(tmp_path / "z.txt", ("zoo\n" + POEM).encode())
