@@ -118,10 +118,24 @@ def find_last_number(text: str) -> Decimal | None:
 
 
 def normalize(text: str) -> str:
-    """Return a text without case, punctuation, articles and extra space, as SQuAD's evaluation does."""
-    # Combining marks stay: in many scripts they are the vowels.
-    letters = [char for char in text.lower() if char.isspace() or unicodedata.category(char)[0] not in "PSC"]
+    """Return a text without case, punctuation, articles and extra space, as SQuAD's evaluation does.
+
+    Other than there, what distinguishes answers stays: 1.5 and 15, x < 3 and x > 3, C# and C++.
+    """
+    text = unicodedata.normalize("NFC", text.lower().replace("\u2212", "-"))
+    letters = [char for i, char in enumerate(text) if has_meaning(text[i - 1 : i], char, text[i + 1 : i + 2])]
     return " ".join(word for word in "".join(letters).split() if word not in ("a", "an", "the"))
+
+
+def has_meaning(before: str, char: str, after: str) -> bool:
+    """Return whether `normalize` keeps a character, which stands between two others."""
+    category = unicodedata.category(char)
+    # Combining marks stay: in many scripts they are the vowels. So do symbols such as +, but not those of currencies.
+    if char.isspace() or category[0] not in "PSC" or category in ("Sm", "So"):
+        return True
+    if before.isdigit() and after.isdigit():
+        return char != ","  # it groups digits
+    return char == "-" and after.isalnum() and not before.isalnum() or char == "#" and before.isalpha()
 
 
 Report = Callable[[ConfigError], None]  # is called with what is wrong with a problem, and raises it or not

@@ -130,7 +130,15 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         ("-$ 23", "-23", "numeric", True),
         ("$9{,}500$", "9500", "numeric", True),
         ("\u0915\u093e", "\u0915\u0940", "normalized", False),  # Hindi: only the vowel sign differs
-        ("3.5%", "35", "normalized", True),
+        ("3.5%", "3.5", "normalized", True),
+        ("1.5 km", "15 km", "normalized", False),
+        ("1,024 well-known $", "1024 wellknown", "normalized", True),
+        ("x < 3", "x > 3", "normalized", False),
+        ("- Paris", "paris", "normalized", True),
+        ("-x", "x", "normalized", False),
+        ("\u22125 \u00b0C", "-5 \u00b0c", "normalized", True),
+        ("C#", "c++", "normalized", False),
+        ("cafe\u0301", "caf\u00e9", "normalized", True),
         ("", "A", "normalized", False),
         ("1e99999999999999999999", "1", "numeric", False),  # Decimal cannot represent it
     ],
