@@ -223,23 +223,3 @@ def test_compilers_for_gpus_get_a_product_that_they_can_lower():
         compiled = aot_function(add_to_sum, fw_compiler=record_targets)
         assert compiled(torch.empty(50, 16, device="cuda"), a, b).shape == (50, 16)
     assert "aten.mm.dtype" in targets and not [name for name in targets if "addmm" in name]
-
-
-def test_dw_is_added_to_on_a_gpu(monkeypatch):
-    """On a GPU, each chunk's product is added to dW in the type of dW, and does not replace it.
-
-    torch's addmm with `out_dtype` exists only on GPUs. The test replaces it by the same sum on the CPU.
-    """
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-
-    def addmm(total, a, b, *, beta=1, alpha=1, out_dtype, out):
-        a, b = (x.as_subclass(torch.Tensor).to(out_dtype) for x in (a, b))
-        return out.copy_(beta * total + alpha * (a @ b))
-
-    monkeypatch.setattr(torch, "addmm", addmm)
-    total, a, b = torch.full((5, 3), 2.0), draw_normal((7, 5)).half(), draw_normal((7, 3)).half()
-    expected = 2 + a.float().t() @ b.float()
-    fused.add_product(total, a.as_subclass(OnGpu), b.as_subclass(OnGpu))
-    assert gap(total, expected) <= 1e-6
