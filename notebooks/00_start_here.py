@@ -156,7 +156,7 @@ draw_who_holds_what(
 # | [9. Mixed precision](09_mixed_precision.ipynb) | 35 | 3b | Where are 16 bits enough? |
 # | [10. Will it fit?](10_will_it_fit.ipynb) | 45 | 6b | How much memory does a run need, before it runs? |
 # | [11. What comes next](11_what_comes_next.ipynb) | 60 | 2, 6 | What else can we divide among ranks? |
-# | [12. Measuring](12_measuring.ipynb) | 30 | 1 | When can I trust a time or a number of bytes? |
+# | [12. Measuring](12_measuring.ipynb) | 40 | 1 | When can I trust a time or a number of bytes? |
 #
 # In half a day, read 1, 3 and 6. In a day, read 1, 2, 3, 3b, 6 and 6b, and solve their exercises of the core track
 # (`docs/exercises.md`). If you work alone, take one chapter per evening, and solve its exercises before you start the

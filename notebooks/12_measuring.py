@@ -1,16 +1,17 @@
 # %% [markdown]
 # # 12. Measuring: the time and the memory of a step
 #
-# *30 minutes. Read [notebook 1](01_one_process.ipynb) first. With a GPU you see more, but every cell also runs on a
+# *40 minutes. Read [notebook 1](01_one_process.ipynb) first. With a GPU you see more, but every cell also runs on a
 # CPU.*
 #
 # "My change makes a step 3% faster." Most such sentences are wrong, because the measurement was. **How do you measure a
-# step so that you can trust the number?** You test four claims:
+# step so that you can trust the number?** You test five claims:
 #
 # - **The first calls are slow, and must not be part of an average.**
 # - **A GPU runs asynchronously: a clock around the call measures the launch, not the work.**
 # - **Two versions must alternate. Otherwise you measure what else the machine was doing.**
 # - **Allocated memory, reserved memory and peak memory are three different numbers.**
+# - **More tokens per second are not more progress, if the batch has grown.**
 #
 # You need no GPU.
 
@@ -183,6 +184,58 @@ assert memory.peak["activations"] == max(memory.peak.values())
 #
 # With `--diagnostics_interval=10`, the trainers of this repository write such a file for every rank.
 #
+# ## e. More GPUs, a larger batch
+#
+# You will train on the same number of tokens with batches of two sizes, and compare the losses.
+#
+# With 8 times the GPUs it is tempting to give each of them the batch that one had. A step then takes about as long, and
+# has 8 times the tokens: 8 times the tokens per second. But is it the same training? The next cell reads 123,000 tokens
+# in 480 steps of 256 tokens, and in 60 steps of 2,048 tokens. The larger batch is tried with three learning rates: the
+# same one, one multiplied by √8, and one multiplied by 8.
+#
+# **Predict first:** sort the four validation losses.
+
+# %%
+import json
+import tempfile
+from pathlib import Path
+
+from nanoGPT.train import train
+from nanoGPT.train_config import TrainConfig
+from workshop.ranks import run_on_ranks
+
+
+def measure_val_loss(micro_batches: int, steps: int, learning_rate: float) -> float:
+    """Train on one rank. Return the validation loss at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(
+            device="cpu", n_layer=2, n_head=2, n_embd=64, block_size=32, batch_size=4,
+            gradient_accumulation_steps=micro_batches, max_iters=steps, eval_interval=steps, eval_iters=40,
+            learning_rate=learning_rate, min_lr=learning_rate / 10, warmup_iters=steps // 10, out_dir=folder,
+        )
+        run_on_ranks(train, 1, config, show=False)
+        return json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+
+
+RATE = 2e-3
+runs = {"256 tokens": (2, 480, RATE)}
+runs |= {f"2,048 tokens, {name}": (16, 60, RATE * factor) for name, factor in (("same", 1), ("√8", 8**0.5), ("8", 8))}
+val_losses = {name: measure_val_loss(*run) for name, run in runs.items()}
+for name, val_loss in val_losses.items():
+    print(f"{name:22} learning rate {runs[name][2]:.4f}   validation loss {val_loss:.2f}")
+assert sorted(val_losses, key=val_losses.get) == [*runs][:1] + [f"2,048 tokens, {name}" for name in ("√8", "same", "8")]
+
+# %% [markdown]
+# The larger batch has an eighth of the updates. Each update averages 8 times as many gradients, so it has less noise
+# and may be larger. For SGD, the learning rate can grow as much as the batch (Goyal et al. 2017). AdamW divides the
+# gradient by its typical size, which with small batches is mostly noise. The noise shrinks by √8, so √8 is the right
+# factor (Malladi et al. 2022), and 8 is too much.
+#
+# Yet even with √8 the loss is higher: this batch is larger than the *critical batch size* (McCandlish et al. 2018),
+# beyond which more tokens per step are mostly wasted. It is larger for larger models and lower losses, where you can use
+# many GPUs. So compare trainers with the same batch, or compare the time to a loss. The trainers of this repository
+# keep the tokens per step on any number of ranks, unless you change them. `make suite SUITE=scaling` measures the speed.
+#
 # ## To take home
 #
 # 1. Leave out the first steps, and the first step with each new shape.
@@ -193,6 +246,8 @@ assert memory.peak["activations"] == max(memory.peak.values())
 # 6. Allocated, reserved and peak memory are different numbers. Reserved memory that is not allocated may be in pieces
 #    that are too small to use: that is fragmentation.
 # 7. The peak is usually at the start of the backward pass.
+# 8. With AdamW, multiply the learning rate by the root of the factor of the batch. Beyond the critical batch size, a
+#    larger batch needs more tokens for the same loss.
 #
 # ## Exercises
 #
