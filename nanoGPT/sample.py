@@ -240,6 +240,8 @@ def main(config: SampleConfig) -> None:
         print(f"the tokenizer changes or drops these characters of --start: {lost!r}", file=sys.stderr)
     if not prompt:
         raise ConfigError("--start has no token: give at least one character that the tokenizer knows")
+    if len(prompt) > (context := model.config.block_size):
+        print(f"--start has {len(prompt):,} tokens, and the model reads only the last {context:,}", file=sys.stderr)
     torch.manual_seed(config.seed)
     for _ in range(config.num_samples):
         decode = tokenizer.start_decoding()

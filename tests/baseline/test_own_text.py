@@ -242,6 +242,8 @@ def test_a_tokenizer_of_hugging_face_is_part_of_the_data(tmp_path, data, capsys)
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-2].startswith("naïve ro")
     assert printed.err == "the tokenizer changes or drops these characters of --start: 'z'\n"
+    sample.main(sample.SampleConfig(out_dir=str(out), start="rose" * 90, max_new_tokens=1, device="cpu"))
+    assert "tokens, and the model reads only the last 16" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--start has no token"):
         sample.main(sample.SampleConfig(out_dir=str(out), start="z", device="cpu"))
     export.main(str(out), str(tmp_path / "hf"))
