@@ -123,6 +123,8 @@ class Log(Observer):
             append_to_log(
                 self.out_dir, "rank 0", f"{start}, {type(self.config).__name__}, {self.run.world_size} rank(s)"
             )
+            if self.config.resume_step is not None and path.exists():  # also if this run is killed before it saves
+                path.rename(path.with_name(f"metrics-before-{time.time():.0f}.jsonl"))
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
             self.metrics = open(path, "a", buffering=1)
             (self.out_dir / "env.json").write_text(json.dumps(self._describe_environment(), indent=1) + "\n")

@@ -84,6 +84,9 @@ def read_value(name: str, text: str, kind: Any) -> Any:
         return None
     import msgspec  # here, because a GPU machine without it can still run the kernels
 
+    if kind is float:
+        with contextlib.suppress(ValueError):
+            text = str(float(text))  # .1 and 1., as Python writes them too
     values = (text,) if get_origin(kind) is tuple else text
     try:
         return msgspec.convert(values, kind, strict=False, dec_hook=lambda path, value: path(value))

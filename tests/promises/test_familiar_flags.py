@@ -82,6 +82,12 @@ def test_a_fraction_is_not_an_integer():
             parse(TrainConfig, [f"--max_iters={value}"], TRAINER)
 
 
+def test_a_fraction_is_written_as_in_python():
+    """.1 and 1. are numbers in Python and in nanoGPT's config files."""
+    config = parse(TrainConfig, ["--dropout=.1", "--weight_decay=1."], TRAINER)
+    assert (config.dropout, config.weight_decay) == (0.1, 1.0)
+
+
 @pytest.mark.parametrize("name", ["backend", "use_fsdp", "wandb_log", "wandb_project", "fsdp_min_num_params", "start"])
 def test_flags_of_other_trainers_are_explained(name, tmp_path):
     """A flag of nanoGPT or of FSDP1 that does not exist here is one sentence with the replacement, also in a config

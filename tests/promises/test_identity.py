@@ -160,7 +160,8 @@ def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path):
 
 
 def test_the_best_step_is_resumed(sources, tmp_path):
-    """A run with --resume_step=best continues after its best checkpoint, and repeats the steps after it exactly."""
+    """A run with --resume_step=best continues after its best checkpoint, and repeats the steps after it exactly. The
+    metrics of the steps that it repeats are kept in another file."""
     shutil.copytree(sources / "run", tmp_path / "run")
     words = ["--init_from=resume", "--resume_step=best", f"--out_dir={tmp_path / 'run'}"]
     outcome = run_program("nanoGPT/train.py", *words)
@@ -168,6 +169,8 @@ def test_the_best_step_is_resumed(sources, tmp_path):
     best = min(val_losses, key=val_losses.__getitem__)
     assert outcome.code == 0 and f"resuming after {best} updates" in outcome.output, outcome
     assert read_metric(tmp_path / "run", "loss") == read_metric(sources / "run", "loss")
+    (before,) = (tmp_path / "run").glob("metrics-before-*.jsonl")
+    assert before.read_bytes() == (sources / "run/metrics.jsonl").read_bytes()
 
 
 def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
