@@ -171,14 +171,15 @@ def read_problems(source: str, max_characters: int, report: Report) -> Iterator[
 
 
 def list_problem_files(source: str) -> list[Path]:
-    """Return the files of problems that `--problems` names.
+    """Return the files of problems that `--problems` names. Hidden files, such as copies of Jupyter, are left out.
 
     Raises:
         ConfigError: there are none.
     """
     path = Path(source)
     if path.is_dir():
-        if files := sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES):
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        if files := [file for file in files if not any(name[0] == "." for name in file.relative_to(path).parts)]:
             return files
         raise ConfigError(f"--problems={source} has no file that ends in {', '.join(SUFFIXES)}: use another directory")
     if not path.is_file():

@@ -59,7 +59,8 @@ def matches_formula(ledger: dict[str, Any]) -> bool:
 
 def make_config(phase: str, out_dir: Path, **fields: Any) -> TrainConfig:
     """Return a phase's configuration with these fields, the ledger on, and every step logged."""
-    return load_config_class(phase)(**{"log_interval": 1, "ledger": True, "out_dir": str(out_dir), **fields})
+    config_class = load_config_class(phase, fields.get("model", "gpt2"))
+    return config_class(**{"log_interval": 1, "ledger": True, "out_dir": str(out_dir), **fields})
 
 
 def run_cell(phase: str, ranks: int, config: TrainConfig, timeout: float = 600, threads: int = 1) -> RunResult:

@@ -2,11 +2,13 @@
 
     make matrix                          # about five minutes on 2 cores; on a GPU machine, as many ranks as GPUs
     make matrix ARGS="--steps=50"        # longer runs
+    make matrix ARGS="--model=llama"     # another model
 
 Each cell of the matrix trains the same small model. It measures the max loss difference from the baseline, the model
 state and the communication volume per rank (compared with the formula), peak memory and time. The command prints one
-line after each cell. At the end it writes bench/results/matrix-<hardware>.json, and `make matrix` updates the tables
-of the documents. When ranks share cores, the times show only what a phase adds to a step, not what it saves.
+line after each cell. At the end it writes bench/results/matrix-<hardware>.json, or llama-matrix-<hardware>.json, and
+`make matrix` updates the tables of the documents. When ranks share cores, the times show only what a phase adds to a
+step, not what it saves.
 """
 
 import tempfile
@@ -108,11 +110,12 @@ def find_faults(cell: Cell, row: dict[str, Any]) -> list[str]:
     return faults + ([] if row["as_expected"] else ["model state or communication volume does not match the formula"])
 
 
-def main(steps: int = 10) -> list[str]:
+def main(steps: int = 10, model: str = "gpt2") -> list[str]:
     """Run every cell.
 
     Args:
         steps: training steps of each run.
+        model: gpt2, llama, or a module that defines a model.
 
     Returns:
         One sentence for each fault.
@@ -122,7 +125,7 @@ def main(steps: int = 10) -> list[str]:
     if steps < 4:
         raise ConfigError(f"--steps={steps} leaves no step to measure: use 4 or more")
     rows, faults, reference = [], [], None
-    shared = {**MODEL, "device": device.type, "max_iters": steps}
+    shared = {**MODEL, "model": model, "device": device.type, "max_iters": steps}
     for cell in list_cells(gpus or max(RANKS)):
         start = f"{cell.name} on {cell.ranks} rank(s)"
         fields = {**shared, **cell.options}
@@ -139,6 +142,7 @@ def main(steps: int = 10) -> list[str]:
         rows.append(row := make_row(cell, result, reference))
         faults += [f"{start}: {fault}" for fault in find_faults(cell, row)]
         print(f"{start}: max loss difference {row['gap']:.1e}, {row['step_ms']:.0f} ms per step", flush=True)
-    settings = {"command": "make matrix", "steps": steps, "model": MODEL}
-    print(f"wrote {write_result('matrix', device, settings, {'rows': rows})}")
+    settings = {"command": "make matrix", "steps": steps, "model": {**MODEL, "model": model}}
+    name = "matrix" if model == "gpt2" else f"{model}-matrix"
+    print(f"wrote {write_result(name, device, settings, {'rows': rows})}")
     return faults

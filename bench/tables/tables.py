@@ -150,6 +150,7 @@ TABLES = {
         lambda samples: [row for row in samples["rows"] if row["ranks"] == 8 and not row["options"]],
     ),
     "matrix": Table("matrix", (*MATRIX, TOKENS_PER_SECOND)),
+    "llama_matrix": Table("llama-matrix", (*MATRIX, TOKENS_PER_SECOND)),
     "gpt2_matrix": Table("gpt2-matrix", (*MATRIX, TOKENS_PER_SECOND)),
     "one_gpu": Table(
         "gpu",

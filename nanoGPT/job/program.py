@@ -12,6 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any, get_args, get_origin, get_type_hints
 
 from nanoGPT.errors import ConfigError, did_you_mean
@@ -82,6 +83,8 @@ def read_value(name: str, text: str, kind: Any) -> Any:
     """
     if text == "None" and types.NoneType in get_args(kind):
         return None
+    if not text and (Path in (kind, *get_args(kind)) or name == "out_dir"):  # as of a shell variable that is not set
+        raise ConfigError(f"--{name}= is empty: give a path, or leave out the flag")
     import msgspec  # here, because a GPU machine without it can still run the kernels
 
     if kind is float:

@@ -174,8 +174,9 @@ def list_files(folder: Path) -> Iterator[Path]:
 
 
 def normalize(text: str) -> str:
-    r"""Return a text with \n for every line end, without half of surrogate pairs, which have no encoding."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").encode("utf-8", "replace").decode()
+    r"""Return a text with \n for every line end, and U+FFFD for half of a surrogate pair, which has no encoding."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def show_progress(pieces: Iterator[Piece], label: str) -> Iterator[Piece]:
@@ -280,13 +281,17 @@ def scan(text: OwnText, special_tokens: Sequence[str]) -> tuple[str, set[str], S
     """Read a text once. Return its hash, its characters, a sample, and how often it contains each special token."""
     digest, characters, sample, special = hashlib.sha256(), set[str](), Sample(), Counter[str]()
     print(f"files to read: {len(text.files):,}; files of other kinds, which are ignored: {text.ignored:,}")
+    broken = 0
     for piece, starts_document in show_progress(text.pieces(shows_skipped=True), "counting characters"):
+        broken += piece.count("\ufffd")
         sample.add(piece)
         digest.update(b"\0" * starts_document + piece.encode())
         characters |= set(piece)
         special.update({name: piece.count(name) for name in special_tokens})
     if text.skipped:
         print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
+    if broken:
+        print(f"the text contains U+FFFD {broken:,} times, in place of characters that could not be read")
     return digest.hexdigest(), characters, sample, special
 
 

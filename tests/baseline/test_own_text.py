@@ -78,12 +78,13 @@ def test_every_format_and_its_defects(tmp_path, data, capsys):
     name = prepare_own_text(OwnText(folder), None, "char")
     assert name == "a_folder_quoted_" or re.fullmatch(r"\w[\w.-]*", name), name
     river = "Řeka\nteče\ndolů."
-    expected = f"One\ntwo.\nhalf ?\n{river}" + f"\ufeff{river}" * 9 + "\nrow"
+    expected = f"One\ntwo.\nhalf \ufffd\n{river}" + f"\ufeff{river}" * 9 + "\nrow"
     assert read_text(data / name) == expected
     output = capsys.readouterr().out
     assert "1.jsonl, line 3: it is not JSON" in output and "line 4: no text in `text`" in output
     assert "files to read: 3; files of other kinds, which are ignored: 1" in output
     assert "skipped 7 lines or rows without a text in `text`" in output
+    assert "contains U+FFFD 1 times" in output
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "gpt2"])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,9 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         {"prompt": "a", "answer": "b", "match": "fuzzy"},
     ]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n", encoding="utf-8-sig")
+    (tmp_path / ".copies").mkdir()
+    shutil.copy(tmp_path / "a.json", tmp_path / ".copies")
+    shutil.copy(tmp_path / "a.json", tmp_path / ".hidden.json")
     refusals: list[ConfigError] = []
     found = list(read_problems(str(tmp_path), 100, refusals.append))
     assert [each.id for each in found] == ["a-0", "a-1", "t1", "c-0001", "minus", "sky"]

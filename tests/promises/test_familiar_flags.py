@@ -13,6 +13,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.job.program import command_line
 from nanoGPT.observers import add_flags, find_default_observers
+from nanoGPT.prepare import own_text
 from nanoGPT.sample import SampleConfig
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig, field_names
@@ -80,6 +81,13 @@ def test_a_fraction_is_not_an_integer():
     for value in ("1.5e0", "1e-3", "1e300", "e6"):
         with pytest.raises(ConfigError, match=f"--max_iters={value} is invalid: use int"):
             parse(TrainConfig, [f"--max_iters={value}"], TRAINER)
+
+
+def test_an_empty_path_is_refused():
+    """A path of a shell variable that is not set is not the current directory, and not the newest run."""
+    for target, flag in ((SampleConfig, "out_dir"), (own_text.main, "input")):
+        with pytest.raises(ConfigError, match=f"--{flag}= is empty: give a path, or leave out the flag"):
+            command_line(target, [f"--{flag}="])
 
 
 def test_a_fraction_is_written_as_in_python():
