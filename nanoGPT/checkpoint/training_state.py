@@ -99,7 +99,7 @@ def manifest_fields(
         "config": fields | {name: shape[name] for name in fields.keys() & shape},
         "model_args": shape,
         "data": data.identity,
-        "best_val_loss": best_val_loss,
+        "best_val_loss": min(best_val_loss, 1e9),  # before an evaluation, as in nanoGPT: JSON has no infinity
         "grad_scaler": scaler.state_dict(),
     }
 
