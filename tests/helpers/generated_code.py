@@ -1,9 +1,9 @@
 """Generate the code that torch.compile would run on an H100, on a machine without a GPU, and compile its kernels.
 
-    TRITON_INTERPRET=0 python -m tests.helpers.generated_code all    # the value of --kernels
+    TRITON_INTERPRET=0 python -m tests.helpers.generated_code all gpt2    # the values of --kernels and of --model
 
-A GPT is traced with fake tensors on the CPU. Just before Inductor generates code, its graphs are moved to a GPU, whose
-properties are made up. Inductor then chooses and writes kernels for this GPU. Triton and ptxas compile each of them.
+A model is traced with fake tensors on the CPU. Just before Inductor generates code, its graphs are moved to a GPU,
+whose properties are made up. Inductor then chooses and writes kernels for this GPU. Triton and ptxas compile each of them.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from triton.backends.compiler import GPUTarget
 
 from bench.kernels.machine_code import inspect_machine_code
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.model import make_shape
 from phase2_triton.apply import apply_kernels
 
 H100 = {"type": "cuda", "name": "H100", "gcnArchName": "", "major": 9, "minor": 0, "multi_processor_count": 132}
@@ -56,6 +56,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "_exchange_device": lambda device: 0,
     "_maybe_exchange_device": lambda device: 0,
 }
+SHAPE = {"n_layer": 2, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "dropout": 0.1}
 KERNEL = re.compile(r"= async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'", re.DOTALL)
 # Inductor uses a configuration of its own kernels only if it has at most 16 spill instructions, of 4 bytes each.
 MAX_INDUCTOR_SPILL = 64
@@ -161,7 +162,7 @@ def find_problems(name: str, source: str) -> list[str]:
     facts = [inspect_machine_code(each) for each in compile_kernel(name, source)]
     allowed = MAX_INDUCTOR_SPILL if name.startswith("triton_") else 0
     problems = {
-        "fp64": any(each["has_fp64"] for each in facts),
+        "fp64": any(each["has_fp64"] for each in facts) and "cos(" not in source,  # CUDA reduces large angles in fp64
         "spills": min(each["stack_bytes"] for each in facts) > allowed,
         "serialized wgmma": any(each["serialized_wgmma"] for each in facts),
     }
@@ -182,13 +183,13 @@ def scale(x: Tensor) -> Tensor:
     return y
 
 
-def main(case: str) -> None:
+def main(case: str, architecture: str) -> None:
     install_fake_gpu()
     sources: list[str] = []
     with collect_code(sources), torch.autocast("cpu", torch.bfloat16):
         if case == "planted":
             compile_graph(scale, torch.zeros(32768))
-        model = GPT(GPTConfig(n_layer=2, dropout=0.1))
+        model = make_shape({**SHAPE, "model": architecture}).create_model()
         apply_kernels(model, case)
         idx = torch.zeros(8, model.config.block_size, dtype=torch.int64)
         compile_graph(model, idx, idx)
@@ -199,4 +200,4 @@ def main(case: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

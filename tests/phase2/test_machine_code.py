@@ -29,17 +29,23 @@ def test_every_kernel_compiles_for_real_gpus():
 
 
 @pytest.mark.parametrize(
-    ("case", "custom_kernels", "problems"),
-    [("planted", 1, {"fp64", "spills"}), ("all", 14, set()), ("none", 0, set())],
+    ("case", "model", "custom_kernels", "problems"),
+    [
+        ("planted", "gpt2", 1, {"fp64", "spills"}),
+        ("all", "gpt2", 14, set()),
+        ("none", "gpt2", 0, set()),
+        ("all", "llama", 4, set()),
+        ("none", "llama", 0, set()),
+    ],
 )
 @pytest.mark.slow
-def test_the_code_of_torch_compile_compiles_for_an_h100(case, custom_kernels, problems):
-    """A GPT with all kernels, or without them, is one graph, and every kernel in its code compiles for an H100.
+def test_the_code_of_torch_compile_compiles_for_an_h100(case, model, custom_kernels, problems):
+    """A model with all kernels, or without them, is one graph, and every kernel in its code compiles for an H100.
 
     No kernel computes in fp64, spills registers or has wgmma instructions that wait for each other. A planted kernel
     does: Inductor passes it a Python float as fp64, and its tile does not fit into registers.
     """
-    process = run_with_compiled_kernels("-m", "tests.helpers.generated_code", case)
+    process = run_with_compiled_kernels("-m", "tests.helpers.generated_code", case, model)
     assert process.returncode == 0, process.stderr[-3000:]
     kernels = json.loads(process.stdout)
     assert sum(not name.startswith("triton_") for name, _ in kernels) == custom_kernels
