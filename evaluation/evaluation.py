@@ -142,6 +142,7 @@ class Evaluation:
         line: dict[str, Any] = {"id": problem.id, "number": number, "problem": compute_digest(problem)}
         line |= self._score_attempts(problem, results)
         line["tokens"] = sum(len(result.ids) for result in results)
+        line["cut_off"] = sum(result.is_cut_off for result in results)
         line["seconds"] = round(sum(result.seconds for result in results), 3)
         self.progress.add(line)
 

@@ -170,12 +170,14 @@ class Result:
     Attributes:
         ids: the generated tokens.
         seconds: from the round that read the prompt to the one that finished the task.
+        is_cut_off: whether the answer has not ended, but reached its largest number of tokens.
     """
 
     problem: int
     attempt: int
     ids: list[int]
     seconds: float
+    is_cut_off: bool
 
 
 @dataclass
@@ -312,10 +314,11 @@ class Generator:
         for slot, token in zip(row_of_slot, chosen, strict=True):
             sequence = self.active[slot]
             sequence.ids.append(token)
-            if len(sequence.ids) == sequence.task.max_new or sequence.task.has_ended(sequence.ids):
-                task = sequence.task
+            task, ids = sequence.task, sequence.ids
+            has_ended = task.has_ended(ids)
+            if has_ended or len(ids) == task.max_new:
                 seconds = time.perf_counter() - sequence.begin
-                self.finished.append(Result(task.problem, task.attempt, sequence.ids, seconds))
+                self.finished.append(Result(task.problem, task.attempt, ids, seconds, not has_ended))
                 del self.active[slot]
                 self.cache.free_slot(slot)
 

@@ -26,6 +26,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         accuracy: the fraction of problems whose first attempt is right.
         pass_at: for each k of `list_pass_at`, the mean probability that one of k attempts is right.
         cell_accuracy: the mean fraction of equal cells of ARC grids, first attempts.
+        cut_off: the number of answers that reached the largest number of tokens (`--tokens`) before they ended.
     """
     scores: dict[str, Any] = {"problems": len(lines)}
     graded = [line for line in lines if "is_right" in line]
@@ -42,4 +43,6 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
     if cells := [line["cell_accuracy"] for line in lines if "cell_accuracy" in line]:
         scores["cell_accuracy"] = sum(cells) / len(cells)
+    if cut_off := sum(line.get("cut_off", 0) for line in lines):
+        scores["cut_off"] = cut_off
     return scores

@@ -210,6 +210,8 @@ def test_every_kind_of_problem_is_scored(trained, tmp_path):
     assert list(lines) == ["text", "b-0", "b-1"]
     assert len(lines["b-0"]["attempts"]) == 3 and "is_right" not in lines["b-1"]
     assert result["scores"]["pass_at"].keys() == {"1", "2", "3"}
+    assert (lines["text"]["tokens"], lines["text"]["cut_off"]) == (24, 3)  # nothing ends an answer in characters
+    assert result["scores"]["cut_off"] == sum(line["cut_off"] for line in result["problems"])
 
 
 def test_bad_input_gets_one_sentence(trained, tmp_path):

@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python -m tests.helpers.generated_code all gpt2    # the values of --kernels and of --model
 
 A model is traced with fake tensors on the CPU. Just before Inductor generates code, its graphs are moved to a GPU,
-whose properties are made up. Inductor then chooses and writes kernels for this GPU. Triton and ptxas compile each of them.
+whose properties are made up. Inductor then chooses and writes kernels for this GPU. Triton and ptxas compile each of
+them.
 """
 
 import contextlib
