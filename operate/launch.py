@@ -272,6 +272,8 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
         if not blames_peer(failure.message):
             watch.report_lost_rank(rank)  # the launchers of other nodes cannot know it
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
+        if blames_peer(failure.message):
+            reason = f"lost a rank, which failed on another node or exited without an error ({reason})"
         return report_exit(config, code, f"rank {rank}: {reason}")
 
 

@@ -265,6 +265,16 @@ def test_each_run_has_a_new_directory(tmp_path, monkeypatch):
         assert launch_module.create_out_dir(config, NodeConfig()) == config.out_dir
 
 
+def test_a_rank_that_exits_without_an_error_is_not_blamed_on_another(tmp_path):
+    """If an observer or a library ends a rank with exit code 0, the message of the others says so."""
+    code = "import os\nfrom nanoGPT.observers import Observer as Base\n\n\nclass Observer(Base):\n"
+    code += "    def begin_step(self, step):\n        if step == 2 and self.run.rank == 1:\n            os._exit(0)\n"
+    (tmp_path / "leaves.py").write_text(code)
+    flags = make_flags(**{**LONG_RUN, "out_dir": tmp_path / "run", "observers": "operate,leaves"})
+    outcome = run_program("operate.launch", "--gpus=2", "nanoGPT/train.py", *flags, PYTHONPATH=str(tmp_path))
+    assert outcome.code == 1 and "error: rank 0: lost a rank, which failed on another node or exited" in outcome.output
+
+
 @pytest.mark.parametrize(
     "lost_message",
     [
