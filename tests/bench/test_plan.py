@@ -27,8 +27,6 @@ from bench.plan.plan import (
     start_workers,
 )
 from bench.plan.planner import (
-    ADAMW_BYTES,
-    HOST_BANDWIDTH,
     MAX_BATCH_SIZE,
     TRACED_LAYERS,
     Job,
@@ -61,7 +59,6 @@ from bench.plan.speed import (
     step_seconds,
 )
 from bench.plan.trace import MEMORY_STAGES, trace
-from measure.tracker import STATE
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPTConfig
@@ -210,18 +207,6 @@ def test_a_trace_applies_the_kernels_where_they_are_compiled():
         trace_row(("phase2", {"kernels": "none"}), job, 3).kernels["forward"]
         != trace_row(row, job, 3).kernels["forward"]
     )
-
-
-def test_an_offloaded_step_runs_adamw_on_the_host():
-    """With CPU offload, the GPU stores no state. The 8 ranks of a node share the host bandwidth for AdamW."""
-    planner, row = Planner(Job(SMALL, H100, 16), InlineExecutor()), ("phase3", {"fsdp_cpu_offload": True})
-    assert [planner.peak_memory(row, 1)[name] for name in STATE] == [0, 0, 0]
-    speed = planner.estimate_speed(row, 1, compiled=True)
-    parts = extrapolate([each.compiled for each in planner.get_traces(row, 1)], SMALL.n_layer)
-    computation_seconds = parts["forward"] + parts["backward"] + ADAMW_BYTES * planner.params / 16 * 8 / HOST_BANDWIDTH
-    assert speed["step_seconds"] - speed["waiting_seconds"] == pytest.approx(computation_seconds)
-    assert speed["tokens_per_second"] == pytest.approx(16 * SMALL.block_size / speed["step_seconds"])
-    assert speed["mfu"] == pytest.approx(speed["tokens_per_second"] * SMALL.flops_per_token() / 16 / H100.peak)
 
 
 @pytest.mark.parametrize(

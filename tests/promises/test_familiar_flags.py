@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.__main__ import parse_arguments
+from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.job.program import command_line
@@ -81,6 +82,30 @@ def test_a_fraction_is_not_an_integer():
     for value in ("1.5e0", "1e-3", "1e300", "e6"):
         with pytest.raises(ConfigError, match=f"--max_iters={value} is invalid: use int"):
             parse(TrainConfig, [f"--max_iters={value}"], TRAINER)
+
+
+def test_later_values_override_earlier_ones(tmp_path):
+    """Flags override config files, later files override earlier ones, and files override a checkpoint and defaults.
+
+    A config file next to the trainer overrides the file of nanoGPT with the same name.
+    """
+    (tmp_path / "a.py").write_text("n_layer = 3\nbatch_size = 5\nseed = 9\n")
+    (tmp_path / "b.py").write_text("batch_size = 6\nseed = 8\n")
+    words = [str(tmp_path / "a.py"), "--seed=7", str(tmp_path / "b.py"), "--device=cpu"]
+    config = parse(TrainConfig, words, ROOT / "nanoGPT" / "train.py")
+    assert (config.n_layer, config.batch_size, config.seed, config.n_head) == (3, 6, 7, TrainConfig().n_head)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000004"
+    folder.mkdir(parents=True)
+    saved = {**vars(TrainConfig()), "n_layer": 9, "batch_size": 5, "seed": 4, "out_dir": "moved since"}
+    files = [{"name": "ckpt.pt", "size": 1, "sha256": ""}]
+    manifest = {"config": saved, "step": 4, "world_size": 1, "versions": {}, "files": files}
+    (folder / "manifest.json").write_text(serialize_manifest(manifest))
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "train_gpt2.py").write_text("batch_size = 6\nseed = 6\n")
+    words = ["config/train_gpt2.py", "--seed=7", "--init_from=resume", f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
+    config = parse(TrainConfig, words, tmp_path / "train.py")
+    assert (config.n_layer, config.batch_size, config.seed) == (9, 6, 7)
+    assert config.out_dir == str(tmp_path / "run") and config.init_from == "resume"
 
 
 def test_an_empty_path_is_refused():
