@@ -31,7 +31,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
 from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPTConfig, ModelConfig, make_shape
-from nanoGPT.prepare.download import TIKTOKEN_FILES
+from nanoGPT.prepare.download import TIKTOKEN_FILES, install_gpt2_vocabulary
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity
 from nanoGPT.prepare.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
@@ -183,6 +183,7 @@ def find_end_of_text(tokenizer: TokenizerIdentity) -> int | None:
 def write_hf_tokenizer(folder: Path, tokenizer: TokenizerIdentity) -> None:
     """Write the files from which the transformers library loads the same tokenizer."""
     if tokenizer["name"] == "gpt2":
+        install_gpt2_vocabulary()
         for name, target in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
             shutil.copyfile(DOWNLOADS / "tiktoken" / TIKTOKEN_FILES[name][0], folder / target)
         return

@@ -22,6 +22,7 @@ from nanoGPT.export import write_hf, write_hf_tokenizer
 from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.job.start import check_run
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.prepare import download
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity, make_json_identity
 from nanoGPT.train import learning_rate
@@ -171,6 +172,15 @@ def test_the_best_step_is_resumed(sources, tmp_path):
     assert read_metric(tmp_path / "run", "loss") == read_metric(sources / "run", "loss")
     (before,) = (tmp_path / "run").glob("metrics-before-*.jsonl")
     assert before.read_bytes() == (sources / "run/metrics.jsonl").read_bytes()
+
+
+def test_an_export_without_the_vocabulary_of_gpt2_says_so(tmp_path, monkeypatch):
+    """On a machine where `make data` has not run, an export downloads the vocabulary, or its error is about that."""
+    monkeypatch.setattr(download, "DOWNLOADS", tmp_path)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ConfigError, match="network"):
+        write_hf_tokenizer(tmp_path, make_gpt2_identity())
 
 
 def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
