@@ -214,6 +214,8 @@ assert max(abs(a - b) for a, b in zip(results["right"][0]["curve"], reference["c
 #
 # ## c. AdamW hides a wrong scale
 #
+# You will train with gradients that are too large, with two optimizers.
+#
 # The most common mistake is a sum over the ranks instead of a mean: on 4 ranks all gradients are 4 times too large.
 #
 # **Predict first:** by how much do the losses change with AdamW, and by how much with SGD?
