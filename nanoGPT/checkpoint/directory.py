@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from nanoGPT.checkpoint.manifest import (
+    NO_LOSS,
     Checkpoint,
     DamagedCheckpoint,
     Manifest,
@@ -228,9 +229,10 @@ class CheckpointDirectory:
         temporary.mkdir()
 
     def _add_best_step(self, manifest: Manifest) -> Manifest:
-        """Add the step of the best validation loss: this one, unless the newest checkpoint has the same loss."""
+        """Add the step of the best validation loss: this one, if its loss is not that of the newest checkpoint."""
         newest = next((each for _, each in read_manifests(self.root.parent)), {})
-        is_best = newest.get("best_val_loss") != manifest.get("best_val_loss")
+        best = manifest.get("best_val_loss", NO_LOSS)
+        is_best = best < NO_LOSS and newest.get("best_val_loss") != best
         return {**manifest, "best_step": manifest["step"] if is_best else newest.get("best_step")}
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanoGPT.checkpoint.dcp_reader import INDEX, SafeReader, read_shards
-from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.manifest import NO_LOSS, NewFiles
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause, unreadable_checkpoint
@@ -99,7 +99,7 @@ def manifest_fields(
         "config": fields | {name: shape[name] for name in fields.keys() & shape},
         "model_args": shape,
         "data": data.identity,
-        "best_val_loss": min(best_val_loss, 1e9),  # before an evaluation, as in nanoGPT: JSON has no infinity
+        "best_val_loss": min(best_val_loss, NO_LOSS),
         "grad_scaler": scaler.state_dict(),
     }
 

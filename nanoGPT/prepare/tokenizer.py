@@ -10,6 +10,7 @@ from typing import Protocol
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
+from nanoGPT.prepare.download import install_gpt2_vocabulary
 from nanoGPT.prepare.meta import TokenizerIdentity
 
 
@@ -62,18 +63,16 @@ class CharTokenizer:
 
 
 class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding from tiktoken, with the vocabulary that `make data` downloads."""
+    """GPT-2's byte-pair encoding from tiktoken. Its vocabulary is downloaded if it is missing."""
 
     special_tokens: tuple[str, ...] = ("<|endoftext|>",)
 
     def __init__(self) -> None:
         import tiktoken
 
+        install_gpt2_vocabulary()
         os.environ["TIKTOKEN_CACHE_DIR"] = str(DOWNLOADS / "tiktoken")
-        try:
-            self.bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:
-            raise ConfigError(f"GPT-2's vocabulary is missing ({type(error).__name__}): run `make data`") from None
+        self.bpe = tiktoken.get_encoding("gpt2")
         self.end_of_text: int | None = self.bpe.eot_token
 
     def encode(self, text: str) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from nanoGPT import export, sample
 from nanoGPT.checkpoint import hugging_face
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
-from nanoGPT.checkpoint.manifest import choose_step, read_manifest, serialize_manifest
+from nanoGPT.checkpoint.manifest import NO_LOSS, choose_step, read_manifest, serialize_manifest
 from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights, report_schedule
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
@@ -25,10 +25,12 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare import download
 from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity, make_json_identity
+from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig
 from phase3_fsdp.fsdp import FsdpConfig
+from tests.helpers.checkpoints import make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import ROOT, read_metric, tiny, train
 
@@ -158,6 +160,9 @@ def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path):
     shutil.rmtree(copy / f"checkpoints/step-{best:08d}")  # a later one is not the best, although it has the same loss
     with pytest.raises(ConfigError, match=f"--resume_step=best, which is step {best}, under"):
         read_weights(str(copy), step="best")
+    for step, best_val_loss, expected in ((7, NO_LOSS, best), (8, 9.0, 8), (9, 9.0, 8)):  # 7: before an evaluation
+        make_directory(copy).save(step, write_bytes(b"x"), {"best_val_loss": best_val_loss})
+        assert read_manifest(copy / f"checkpoints/step-{step:08d}")["best_step"] == expected
 
 
 def test_the_best_step_is_resumed(sources, tmp_path):
@@ -174,13 +179,15 @@ def test_the_best_step_is_resumed(sources, tmp_path):
     assert before.read_bytes() == (sources / "run/metrics.jsonl").read_bytes()
 
 
-def test_an_export_without_the_vocabulary_of_gpt2_says_so(tmp_path, monkeypatch):
-    """On a machine where `make data` has not run, an export downloads the vocabulary, or its error is about that."""
+def test_a_missing_vocabulary_of_gpt2_is_downloaded(tmp_path, monkeypatch):
+    """On a machine where `make data` has not run, the vocabulary is downloaded, or the error is about that."""
     monkeypatch.setattr(download, "DOWNLOADS", tmp_path)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ConfigError, match="network"):
         write_hf_tokenizer(tmp_path, make_gpt2_identity())
+    with pytest.raises(ConfigError, match="network"):
+        Gpt2Tokenizer()
 
 
 def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):

@@ -14,7 +14,7 @@ from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, NonFiniteLoss, report_failure
 from nanoGPT.job.out_dir import enter_out_dir
-from nanoGPT.job.start import STOP_SIGNALS, listen_for_signals, start
+from nanoGPT.job.start import STOP_SIGNALS, listen_for_signals, report_job_errors, start
 from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
 from operate.launch import explain_exit, find_root_cause
@@ -273,6 +273,13 @@ def test_a_rank_that_exits_without_an_error_is_not_blamed_on_another(tmp_path):
     flags = make_flags(**{**LONG_RUN, "out_dir": tmp_path / "run", "observers": "operate,leaves"})
     outcome = run_program("operate.launch", "--gpus=2", "nanoGPT/train.py", *flags, PYTHONPATH=str(tmp_path))
     assert outcome.code == 1 and "error: rank 0: lost a rank, which failed on another node or exited" in outcome.output
+
+
+def test_the_text_of_an_exit_is_the_error(capsys, monkeypatch):
+    """An observer may call `sys.exit` with an exit code, or with a text."""
+    monkeypatch.delenv("RANK", raising=False)
+    assert [report_job_errors(lambda code=code: sys.exit(code)) for code in (None, 7, "enough")] == [0, 7, 1]
+    assert capsys.readouterr().err == "error: enough\n"
 
 
 @pytest.mark.parametrize(
