@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import subprocess
 import time
 from pathlib import Path
