@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import sys
 import subprocess
+import sys
 import time
 from pathlib import Path
 
