@@ -150,7 +150,7 @@ draw_who_holds_what(
 # | [4b. Compiled kernels](04b_compiled_kernels.ipynb) | 35 | 4 | How fast can a kernel be? |
 # | [5. Inside a GPU](05_triton_attention.ipynb) | 60 | 4 | How do matrix products and attention read less memory? |
 # | [6. FSDP](06_fsdp.ipynb) | 45 | 3 | What does it cost to shard the parameters as well? |
-# | [6b. Activation checkpointing](06b_activation_checkpointing.ipynb) | 25 | 6 | Which activations can be computed again? |
+# | [6b. Activation checkpointing](06b_activation_checkpointing.ipynb) | 25 | 6 | Which activations can be recomputed? |
 # | [7. Checkpoints and faults](07_checkpoints_and_faults.ipynb) | 45 | 6 | What remains after a kill? |
 # | [8. Generating text](08_generating_text.ipynb) | 20 | 6 | Is FSDP a good way to generate text? |
 # | [9. Mixed precision](09_mixed_precision.ipynb) | 35 | 3b | Where are 16 bits enough? |
