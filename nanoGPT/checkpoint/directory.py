@@ -185,7 +185,7 @@ class CheckpointDirectory:
             raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
         manifest = read_manifest(final)
         if manifest.get("best_val_loss") != (best := fields.get("best_val_loss")):
-            updated = serialize_manifest({**manifest, "best_val_loss": best, "best_step": step})
+            updated = serialize_manifest(self._add_best_step({**manifest, "best_val_loss": best}))
             write_and_sync(self.root / ".tmp-manifest", updated)
             os.replace(self.root / ".tmp-manifest", final / "manifest.json")
             fsync_path(final)

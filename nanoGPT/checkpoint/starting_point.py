@@ -135,10 +135,11 @@ def report_schedule(config: TrainConfig, checkpoint: Checkpoint | None, run: Run
     """Print what is easy to overlook: a warm-up that is too long, or a decay that ends at another step than before."""
     old, new = checkpoint.manifest["config"] if checkpoint else vars(config), vars(config)
     old_end, new_end = (x["max_iters"] if x["lr_decay_iters"] is None else x["lr_decay_iters"] for x in (old, new))
-    if config.decay_lr and config.warmup_iters >= min(new_end, config.max_iters):
+    last_step = min(new_end, config.max_iters)
+    if config.decay_lr and config.warmup_iters >= last_step:
         run.print0(
-            f"the warm-up of {config.warmup_iters} steps takes as long as the run and its decay, so the learning rate "
-            f"is not what you expect: use a shorter one, such as --warmup_iters={min(new_end, config.max_iters) // 10}"
+            f"the warm-up takes {config.warmup_iters} steps, and the decay of the learning rate ends at step "
+            f"{last_step}, so there is no decay: use a shorter warm-up, such as --warmup_iters={last_step // 10}"
         )
     if config.decay_lr and old_end != new_end:
         run.print0(

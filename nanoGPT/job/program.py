@@ -83,8 +83,8 @@ def read_value(name: str, text: str, kind: Any) -> Any:
     """
     if text == "None" and types.NoneType in get_args(kind):
         return None
-    if not text and (Path in (kind, *get_args(kind)) or name == "out_dir"):  # as of a shell variable that is not set
-        raise ConfigError(f"--{name}= is empty: give a path, or leave out the flag")
+    if not text and (kind is Path or types.NoneType in get_args(kind)):  # a shell variable is not set
+        raise ConfigError(f"--{name}= is empty: give a value, or leave out the flag")
     import msgspec  # here, because a GPU machine without it can still run the kernels
 
     if kind is float:

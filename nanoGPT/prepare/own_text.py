@@ -289,7 +289,7 @@ def scan(text: OwnText, special_tokens: Sequence[str]) -> tuple[str, set[str], S
     if text.skipped:
         print(f"skipped {text.skipped:,} lines or rows without a text in `{text.column}`")
     if broken:
-        print(f"the text contains U+FFFD {broken:,} times, in place of characters that could not be read")
+        print(f"occurrences of U+FFFD in the text: {broken:,}. They replace characters that could not be read")
     return digest.hexdigest(), characters, sample, special
 
 
@@ -322,10 +322,10 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
         )
     identity = identity or choose_tokenizer(tokenizer, characters, sample.length)
     loaded = load_tokenizer(identity)
-    for name_of_token, count in (+special).items() if loaded.special_tokens else ():
+    for word, count in (+special).items() if loaded.special_tokens else ():
         print(
-            f"the text contains {name_of_token} {count:,} times, each of which becomes a special token of the "
-            "tokenizer, such as the end of a document: replace it in the text if it means something else"
+            f"occurrences of {word} in the text: {count:,}. Each becomes a special token of the tokenizer, such as the "
+            "end of a document: replace the word in the text if it means something else"
         )
     tokens = sample.estimate_tokens(loaded)
     if identity["name"] == "tokenizers":
@@ -365,7 +365,7 @@ def main(input: Path, name: str | None = None, tokenizer: str | None = None, fie
     """
     text = OwnText(input, field)
     name = prepare_own_text(text, name, tokenizer)
-    print(f"the val split is the beginning of the text: of {text.files[0]}")
+    print(f"the val split is the beginning of the text, in {text.files[0]}")
     print(f"{name} is prepared: train on it with --dataset={name}")
 
 

@@ -84,7 +84,7 @@ def test_every_format_and_its_defects(tmp_path, data, capsys):
     assert "1.jsonl, line 3: it is not JSON" in output and "line 4: no text in `text`" in output
     assert "files to read: 3; files of other kinds, which are ignored: 1" in output
     assert "skipped 7 lines or rows without a text in `text`" in output
-    assert "contains U+FFFD 1 times" in output
+    assert "occurrences of U+FFFD in the text: 1." in output
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
@@ -329,7 +329,7 @@ def test_special_tokens_in_a_text_are_printed(tmp_path, data, capsys):
     source = write(tmp_path / "my.jsonl", {"text": POEM + "<|endoftext|>" + POEM}, {"text": POEM + "</s>"})
     for name, tokenizer in (("b", "gpt2"), ("c", str(write_tokenizer(tmp_path / "tokenizer.json")))):
         prepare_own_text(OwnText(source), name, tokenizer)
-        assert "the text contains <|endoftext|> 1 times" in (output := capsys.readouterr().out)
+        assert "occurrences of <|endoftext|> in the text: 1." in (output := capsys.readouterr().out)
         assert "</s>" not in output and read_text(data / name).count("<|endoftext|>") == 2
     prepare_own_text(OwnText(source), "a", "char")
     assert "special token" not in capsys.readouterr().out

@@ -108,10 +108,10 @@ def test_later_values_override_earlier_ones(tmp_path):
     assert config.out_dir == str(tmp_path / "run") and config.init_from == "resume"
 
 
-def test_an_empty_path_is_refused():
-    """A path of a shell variable that is not set is not the current directory, and not the newest run."""
+def test_an_empty_value_is_refused():
+    """The value of a shell variable that is not set is not the current directory, and not the newest run."""
     for target, flag in ((SampleConfig, "out_dir"), (own_text.main, "input")):
-        with pytest.raises(ConfigError, match=f"--{flag}= is empty: give a path, or leave out the flag"):
+        with pytest.raises(ConfigError, match=f"--{flag}= is empty: give a value, or leave out the flag"):
             command_line(target, [f"--{flag}="])
 
 

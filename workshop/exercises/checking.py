@@ -20,6 +20,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from nanoGPT.errors import list_causes
 from operate.ranks import PRELOADED, RankFailed, run_on_ranks
 from workshop.exercises.exercise import Exercise, WrongAnswer
 from workshop.exercises.registry import find_exercise
@@ -141,15 +142,6 @@ def describe_exception(error: BaseException, path: Path) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{shorten(Path(last.filename))}, line {last.lineno}"
     return f"The code that uses your answer failed in {place}:\n{describe_message(error)}"
-
-
-def list_causes(error: BaseException) -> list[BaseException]:
-    """Return an exception, its cause, the cause of the cause, and so on."""
-    chain: list[BaseException] = []
-    while error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__ or error
-    return chain
 
 
 def describe_message(error: BaseException) -> str:
