@@ -145,7 +145,7 @@ draw_who_holds_what(
 # | [1. One process, then multiple ranks](01_one_process.ipynb) | 45 | - | Why is the loss curve the same on 1, 2 and 4 ranks? |
 # | [2. Collectives](02_collectives.ipynb) | 50 | 1 | What do ranks send, how much, and how long does it take? |
 # | [3. ZeRO-1](03_zero1.ipynb) | 40 | 1 | Can we shard the optimizer state for free? |
-# | [3b. Overlap and clipping](03b_overlap_and_clipping.ipynb) | 25 | 3 | Which mistakes does no loss curve show? |
+# | [3b. Overlap and clipping](03b_overlap_and_clipping.ipynb) | 25 | 3 | Which mistakes are invisible in a loss curve? |
 # | [4. Triton](04_triton.ipynb) | 55 | 1 | How do we write and check a kernel? |
 # | [4b. Compiled kernels](04b_compiled_kernels.ipynb) | 35 | 4 | How fast can a kernel be? |
 # | [5. Inside a GPU](05_triton_attention.ipynb) | 60 | 4 | How do matrix products and attention read less memory? |

@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
         return text
 
     def start_decoding(self) -> Callable[[list[int]], str]:
-        # The package's DecodeStream raises an error if a model generates bytes that are no UTF-8.
+        # The package's DecodeStream raises an error if a model generates bytes that are not valid UTF-8.
         recent: list[int] = []  # the last ids that gave text, and those after them
         shown = 0  # of `recent`
 
