@@ -305,7 +305,7 @@ def test_the_separator_of_documents_is_known_or_printed(name, is_known, tmp_path
 
 def test_a_text_is_decoded_token_by_token(tmp_path):
     """Tokens of a byte-level tokenizer and of one with byte fallback, as Llama 2 has it, are decoded one by one to the
-    same text as together, also if some of their bytes are not valid UTF-8. Half a character waits for the rest of it."""
+    same text as together, also if some bytes are not valid UTF-8. Half a character waits for the rest of it."""
     tokenizers = pytest.importorskip("tokenizers")
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"▁rose": 256, "▁": 257, "é": 258}
     fallback = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
