@@ -71,7 +71,6 @@ def count_cached_graphs(choices: list[list[str]], cache: str) -> list[int]:
     return counts
 
 
-@pytest.mark.slow
 def test_a_compiled_graph_of_other_backends_is_not_used(tmp_path):
     """torch.compile stores graphs on disk. Another process uses them only with the same backends of attention.
 
