@@ -230,6 +230,10 @@ class HashedFile(io.BufferedWriter):
         for start in range(0, len(view), PART_BYTES):
             self.report_progress()
             part = view[start : start + PART_BYTES]
+            if len(part) < 2**16:  # torch writes thousands of small parts, for which a thread takes longer
+                self.digest.update(part)
+                self.size += super().write(part)
+                continue
             hashing = self.hasher.submit(self.digest.update, part)
             try:
                 self.size += super().write(part)

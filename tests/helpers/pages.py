@@ -69,6 +69,7 @@ def find_faults(page) -> list[Any]:
     for width, scheme in WIDTHS.items():
         page.set_viewport_size({"width": width, "height": 800})
         page.emulate_media(color_scheme=scheme)
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # laid out
         if (needed := page.evaluate("document.documentElement.scrollWidth")) > width:
             found.append((width, f"the page needs {needed} pixels"))
         faults = page.evaluate(RUN_AXE, list(SERIOUS)) if width == inspected[scheme] else []
