@@ -155,10 +155,12 @@ def test_a_wrong_launcher_environment_is_refused(environment, message, tmp_path,
     assert_refused(run_program("nanoGPT/train.py", *make_run_flags(tmp_path), **environment), message)
 
 
-# A rank that cannot start waits until the other ranks have read its error. Here there are none: keep the wait short.
+# A node that cannot start waits until the other nodes have read its error. Here there are none: keep the wait short.
 SHORT_TIMEOUT = """
 import datetime, runpy
 from nanoGPT import observers
+from operate import nodes
+nodes.ERROR_SECONDS = 1.0
 observers.Flags.timeout = property(lambda self: datetime.timedelta(seconds=1.2))
 runpy.run_module('operate.launch', run_name='__main__')
 """

@@ -130,6 +130,7 @@ def test_an_interrupted_set_up_recovers(project):
     assert_set_up(project, outcome)
 
 
+@pytest.mark.slow
 def test_of_two_set_ups_one_waits(project):
     """The second make reports that it waits. Then it has nothing left to install."""
     first, second = start_make(project, "setup"), start_make(project, "setup")
