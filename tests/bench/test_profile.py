@@ -68,6 +68,7 @@ def test_the_steps_on_a_gpu_are_those_of_the_host():
     assert summary["overlap"] == pytest.approx(1 / 6) and summary["step_ms"] == 10.0
 
 
+@pytest.mark.slow
 def test_a_profile_of_zero1_shows_overlap(tmp_path, monkeypatch, capsys):
     """With two ranks and small buckets, some communication overlaps, and the traces open."""
     monkeypatch.chdir(tmp_path)

@@ -146,6 +146,7 @@ def test_naive_and_torch_backends_communicate_half_as_much_again(train_backends)
         assert 8 * params < sum(state["optimizer_state"] for state in states) < 8 * params + 500, backend
 
 
+@pytest.mark.slow
 def test_a_run_saved_at_8_ranks_resumes_with_others(tmp_path, device, need_ranks):
     """A run on 8, 2, 4 and 3 ranks of phase 1 and then in the baseline has an uninterrupted run's losses.
 
