@@ -76,6 +76,7 @@ def open_documents(corpus: Corpus) -> Any:
             "streaming documents needs the extra `web`: run `.venv/bin/pip install -e '.[web]'`"
         ) from None
     # Arrow's threads may hang or abort Python when it exits (apache/arrow#45214): wait for them.
+    atexit.unregister(time.sleep)  # a process may open several
     atexit.register(time.sleep, 1)
     try:
         documents: Any = load_dataset(
