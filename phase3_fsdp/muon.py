@@ -24,23 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from nanoGPT.distributed.sharding import assign_owners, local_shard, row_range
 from nanoGPT.model import GPT
-from nanoGPT.optim import SharedOptimizer, configure_muon, count_multiplications, run_closure
-from nanoGPT.optim import configure_optimizer as configure_unsharded_optimizer
+from nanoGPT.muon import MuonWithAdamW, count_multiplications
+from nanoGPT.muon import configure_optimizer as configure_unsharded_optimizer
+from nanoGPT.optim import SharedOptimizer, run_closure
 from phase3_fsdp.fsdp import FsdpConfig
 
 Received = Callable[[], Tensor]  # waits for an all-to-all, and returns what this rank received
 ROUND_BYTES = 64 * 2**20  # maximum bytes of full bf16 updates per owner and round (or one matrix)
 
 
-def configure_optimizer(model: GPT, config: FsdpConfig) -> Optimizer:
-    """Return the optimizer of a model from `shard_model`. Its state is sharded like the parameters."""
-    if config.optimizer == "muon":
-        return configure_muon(model, config, ShardedMuon)
-    return configure_unsharded_optimizer(model, config)
+def configure_optimizer(model: GPT, config: FsdpConfig) -> MuonWithAdamW:
+    """Return Muon and AdamW for a model from `shard_model`. Their state is sharded like the parameters."""
+    return configure_unsharded_optimizer(model, config, ShardedMuon)
 
 
 class ShardedMuon(SharedOptimizer):

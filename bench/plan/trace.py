@@ -51,7 +51,7 @@ from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
 from phase2_triton.kernels.core import record_launches
-from phase3_fsdp import fsdp, muon
+from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import put_parameters_on_meta
 
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def set_up_fsdp(config: fsdp.FsdpConfig, shape: ModelConfig, run: Runtime) -> Tr
         model = shape.create_model()
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")
-    optimizer = muon.configure_optimizer(model, config)
+    optimizer = configure_optimizer(model, config, "phase3_fsdp")
     return TrainingSetup(
         model,
         optimizer,

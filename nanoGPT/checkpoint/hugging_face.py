@@ -17,7 +17,8 @@ from nanoGPT.checkpoint.training_state import LazyTensors, are_tied, shapes_of
 from nanoGPT.errors import ConfigError, is_out_of_memory, quote_cause
 from nanoGPT.files import is_present, list_directory, read_document
 from nanoGPT.model import MODULES, GPTConfig, ModelConfig, find_architecture
-from nanoGPT.prepare.meta import TokenizerIdentity, find_known_tokenizer, make_json_identity
+from nanoGPT.prepare.meta import TokenizerIdentity
+from nanoGPT.prepare.tokenizer import find_known_tokenizer, make_json_identity
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
 GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}

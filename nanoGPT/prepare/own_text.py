@@ -41,8 +41,8 @@ from nanoGPT.prepare.directory import (
     prepare_once,
     write_meta,
 )
-from nanoGPT.prepare.meta import TokenizerIdentity, make_char_identity, make_gpt2_identity, make_json_identity
-from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, Tokenizer, load_tokenizer
+from nanoGPT.prepare.meta import TokenizerIdentity, make_gpt2_identity
+from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, Tokenizer, load_tokenizer, make_char_identity, make_json_identity
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 PIECE = 1 << 20  # characters of a text that are read at a time

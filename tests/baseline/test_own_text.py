@@ -21,9 +21,14 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
 from nanoGPT.prepare import directory, own_text
 from nanoGPT.prepare.download import TIKTOKEN_FILES
-from nanoGPT.prepare.meta import make_json_identity
 from nanoGPT.prepare.own_text import OwnText, prepare_own_text
-from nanoGPT.prepare.tokenizer import CharTokenizer, Gpt2Tokenizer, HuggingFaceTokenizer, load_tokenizer
+from nanoGPT.prepare.tokenizer import (
+    CharTokenizer,
+    Gpt2Tokenizer,
+    HuggingFaceTokenizer,
+    load_tokenizer,
+    make_json_identity,
+)
 from tests.helpers.programs import DEADLINE, wait_until
 from tests.helpers.training import tiny, train
 from workshop.ranks import losses

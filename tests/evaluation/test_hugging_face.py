@@ -16,7 +16,7 @@ from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.export import write_hf_tokenizer
-from nanoGPT.prepare.meta import make_char_identity
+from nanoGPT.prepare.tokenizer import make_char_identity
 from tests.helpers.forking import fork_ranks_from_this_process
 from tests.helpers.loading import measure_loading
 from tests.helpers.marks import mark_slow

@@ -24,8 +24,8 @@ from nanoGPT.job.start import check_run
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare import download
 from nanoGPT.prepare.directory import write_meta, write_tokens
-from nanoGPT.prepare.meta import make_char_identity, make_gpt2_identity, make_json_identity
-from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
+from nanoGPT.prepare.meta import make_gpt2_identity
+from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, make_char_identity, make_json_identity
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig
