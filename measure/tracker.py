@@ -13,8 +13,8 @@ It does not count
 - temporary memory inside an operator, or the rounding and fragmentation of the allocator. The value of
   `torch.cuda.max_memory_allocated` is therefore slightly larger.
 - the copies that gloo makes of the tensors that it reduces. NCCL makes none.
-- a tensor that existed before, until it is passed to the tracker or used. DDP's buckets count from the first gradient
-  that is copied into them.
+- a tensor that existed before, unless it is passed to the tracker, or an operator writes into it. DDP's buckets, into
+  which gradients are copied, then also count at all earlier times.
 
 Inside a dispatch mode torch runs a compiled model in eager mode. The tracker then measures the eager step. All later
 calls of the model are eager, too, unless the tracked call runs inside `torch.compiler.set_stance("force_eager")`.
@@ -171,7 +171,7 @@ class MemoryTracker(TorchDispatchMode):
         self._update_state()
         result = func(*args, **(kwargs or {}))
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            self._count_tensor(tensor)
+            self._count_tensor(tensor, is_new=not func._schema.is_mutable)
         if is_special and (entry := ARGUMENT_CATEGORIES.get(func._schema.name)):
             position, category = entry
             for tensor in tensors_in(args[position] if isinstance(position, slice) else (kwargs or {})[position]):
@@ -241,14 +241,18 @@ class MemoryTracker(TorchDispatchMode):
             return self._fake_mode is not None
         return self.device is None or device.type == self.device.type
 
-    def _count_tensor(self, tensor: Tensor, category: str | None = None) -> None:
-        """Count the storage of a tensor if it is not counted yet, and set its category if one is given."""
+    def _count_tensor(self, tensor: Tensor, category: str | None = None, is_new: bool = True) -> None:
+        """Count the storage of a tensor if it is not counted yet, and set its category if one is given.
+
+        Args:
+            is_new: False if the tensor existed before this event, so that its storage counts from the start.
+        """
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if getattr(local, "fake_mode", None) is not self._fake_mode or not self._is_counted(local.device):
             return  # for example, DTensor computes shapes with its own fake tensors
-        self._count_storage(local.untyped_storage(), category)
+        self._count_storage(local.untyped_storage(), category, is_new)
 
-    def _count_storage(self, storage: torch.UntypedStorage, category: str | None) -> None:
+    def _count_storage(self, storage: torch.UntypedStorage, category: str | None, is_new: bool = True) -> None:
         if self._freed:
             self._remove_freed()  # the new storage may have the address of a freed one
         size, key = storage.nbytes(), storage._cdata
@@ -257,11 +261,22 @@ class MemoryTracker(TorchDispatchMode):
             ref = weakref.ref(storage, lambda _: self._freed.append(key))
             first_category = category or self._category_of_new_storage()
             may_be_gradient = self._in_backward and first_category == "other"
-            live = self._live[key] = LiveStorage(ref, first_category, self._event, may_be_gradient)
+            live = self._live[key] = LiveStorage(ref, first_category, self._event if is_new else 0, may_be_gradient)
+            if not is_new:
+                self._add_to_earlier(size, first_category)
         elif category is not None and live.category not in STATE:  # ZeRO-1 all-gathers into its parameters
             self._change_category(live, category)
         self._now[live.category] += size - live.bytes
         live.bytes = size
+
+    def _add_to_earlier(self, size: int, category: str) -> None:
+        """Add bytes that existed all the time to everything that was recorded."""
+        peaks = {id(peak): peak for peak in (self._peak, self._after_forward, *self._parts.values()) if peak}
+        for _, totals in itertools.chain(peaks.values(), self.timeline):
+            totals[category] += size
+        self._peak_bytes += size
+        self._part_bytes = {name: total + size for name, total in self._part_bytes.items()}
+        self._last_entry = self._last_entry[0], self._last_entry[1] + size
 
     def _category_of_new_storage(self) -> str:
         """Return "activations" in a forward pass or a recomputation, else "other".
