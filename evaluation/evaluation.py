@@ -147,8 +147,8 @@ class Evaluation:
         self.progress.add(line)
 
     def _score_attempts(self, problem: Problem, results: list[Result]) -> dict[str, Any]:
-        answers = [self.prompter.read(result.ids, problem) for result in results]
-        attempts = [{"answer": answer, **problem.score(answer, self.symbols)} for answer in answers]
+        answers = [self.prompter.describe(result.ids, problem) for result in results]
+        attempts = [{**answer, **problem.score(answer["answer"], self.symbols)} for answer in answers]
         fields: dict[str, Any] = dict(attempts[0])
         if len(attempts) > 1:
             fields["attempts"] = attempts

@@ -138,6 +138,11 @@ class Prompter:
             return ("\n\n",)
         return self.stops
 
+    def describe(self, ids: list[int], problem: Problem) -> dict[str, str]:
+        """Return the answer and, with Harmony, also the full `text` with its channels and special tokens."""
+        text = {"text": self.codec.decode(ids)} if self.form == "harmony" else {}
+        return {"answer": self.read(ids, problem), **text}
+
     def read(self, ids: list[int], problem: Problem) -> str:
         """Return the answer in the generated token ids, without stop texts and special tokens."""
         if self.form == "harmony":

@@ -15,7 +15,7 @@ DEFAULT_TOKENS = 30_000
 
 @dataclass
 class SolveConfig:
-    """Solve problems with a model that is spread over the ranks, and write the answers, the scores and a report."""
+    """Solve problems with a model that is spread over the ranks, and write the answers and the scores."""
 
     problems: str = GENERATED
     """file or directory of problems (.json of ARC, .jsonl), or arc-generated: ARC tasks with known answers"""
@@ -30,13 +30,13 @@ class SolveConfig:
     num: int = 10
     """number of problems"""
     tokens: int | None = None
-    """maximum number of tokens per answer; None: 30,000, or as many as fit into the context of the model"""
+    """maximum number of tokens per answer, within the context of the model; None: 30,000, or as many as fit"""
     prompt: PromptForm = "plain"
     """plain | chat (the tokenizer's template) | harmony (the format of gpt-oss)"""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """text that ends an answer; repeat it for several texts; none: a blank line for ARC tasks with plain prompts"""
     attempts: int = 1
-    """answers per problem, for pass@k with k = 1, 2, 4, ... and this number; more than one needs a temperature"""
+    """answers per problem, for pass@k: k is a power of two, 10, 100 or this number; above 1 they need a temperature"""
     temperature: float = 0.0
     """sampling temperature; 0 always takes the most likely token"""
     seed: int = 1337

@@ -35,7 +35,7 @@ class SuiteConfig:
     """Command-line options of `make suite`."""
 
     suite: str = "scaling"
-    """scaling, memory, wrapping, kernels, optimizers, seeds, or the path of a .toml file"""
+    """scaling, depth, memory, wrapping, kernels, optimizers, seeds, or the path of a .toml file"""
     out_dir: Path = Path("out/suites")
     """parent of the suites' directories"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -23,7 +23,8 @@ ERRORS: tuple[tuple[str, str, str], ...] = (
     (
         r"ready only once|marked as ready twice",
         "DDP received the gradient of a parameter twice in one backward pass",
-        "use non-reentrant checkpointing (use_reentrant=False), or call each block once per forward pass",
+        "use non-reentrant checkpointing (use_reentrant=False), or remove find_unused_parameters=True and call each "
+        "block once per forward pass",
     ),
     (
         r"not on the expected device|[Ee]xpected all tensors to be on the same device|but found at least two devices",

@@ -173,7 +173,8 @@ def test_the_final_channel_of_harmony_is_the_answer():
     assert prompt.endswith("<|start|>user<|message|>2+2?<|end|><|start|>assistant")
     analysis = codec.encode_all("<|channel|>", "analysis", "<|message|>", "easy", "<|end|>", "<|start|>", "assistant")
     final = codec.encode_all("<|channel|>", "final", "<|message|>", "4")
-    assert prompter.read([*analysis, *final, *codec.encode_all("<|return|>")], problem) == "4"
+    generated = [*analysis, *final, *codec.encode_all("<|return|>")]
+    assert prompter.describe(generated, problem) == {"answer": "4", "text": codec.decode(generated)}
     stopped = Prompter("harmony", codec, ["END", "STOP"])
     assert stopped.read([*analysis, *final, *codec.encode("STOP END")], problem) == "4"
     for ids in (analysis, codec.encode_all("<|channel|>", "  ", "<|message|>")):
