@@ -27,7 +27,7 @@ TEMPLATES = Path(__file__).parent / "copied"
 MAX_DATASET_BYTES = 64 << 20
 IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/data/*/*.bin", "nanoGPT/data/*/meta.*"]
 IGNORED.append("nanoGPT/data/.downloads/")
-PROGRAMS = ("train", "evaluate", "minimal", "naive", "muon")  # of a phase; the modules that they import are copied too
+PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; the modules that they import are copied too
 TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.checkpoint.verify"]
 TOOLS += ["nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
