@@ -13,8 +13,8 @@ It does not count
 - temporary memory inside an operator, or the rounding and fragmentation of the allocator. The value of
   `torch.cuda.max_memory_allocated` is therefore slightly larger.
 - the copies that gloo makes of the tensors that it reduces. NCCL makes none.
-- a tensor that existed before, unless it is passed to the tracker, or an operator writes into it. DDP's buckets, into
-  which gradients are copied, then also count at all earlier times.
+- a tensor that existed before, unless it is passed to the tracker or an operator writes into it. Such a tensor counts
+  from the start. An example are DDP's buckets, into which gradients are copied.
 
 Inside a dispatch mode torch runs a compiled model in eager mode. The tracker then measures the eager step. All later
 calls of the model are eager, too, unless the tracked call runs inside `torch.compiler.set_stance("force_eager")`.
@@ -170,8 +170,9 @@ class MemoryTracker(TorchDispatchMode):
         self._event += 1
         self._update_state()
         result = func(*args, **(kwargs or {}))
+        is_new = not func._schema.is_mutable or func._schema.name == "aten::set_"  # which gives a tensor a new storage
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            self._count_tensor(tensor, is_new=not func._schema.is_mutable)
+            self._count_tensor(tensor, is_new=is_new)
         if is_special and (entry := ARGUMENT_CATEGORIES.get(func._schema.name)):
             position, category = entry
             for tensor in tensors_in(args[position] if isinstance(position, slice) else (kwargs or {})[position]):
@@ -270,7 +271,7 @@ class MemoryTracker(TorchDispatchMode):
         live.bytes = size
 
     def _add_to_earlier(self, size: int, category: str) -> None:
-        """Add bytes that existed all the time to everything that was recorded."""
+        """Add bytes that have existed from the start to all recorded totals."""
         peaks = {id(peak): peak for peak in (self._peak, self._after_forward, *self._parts.values()) if peak}
         for _, totals in itertools.chain(peaks.values(), self.timeline):
             totals[category] += size

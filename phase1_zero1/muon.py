@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.muon import muon_groups
+from nanoGPT.optim import muon_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import Bucket, Options, Shard
 
@@ -46,6 +46,6 @@ def create_muon(matrices: list[Tensor], options: Options) -> optim.Muon:
 
 
 def sharded_muon_groups(model: nn.Module, config: TrainConfig) -> list[Options]:
-    """Return the groups of `nanoGPT/muon.py` for `Zero1Optimizer`, which shards those of AdamW."""
+    """Return the groups of `nanoGPT.optim.configure_muon` for `Zero1Optimizer`, which shards the others with AdamW."""
     matrices, others = muon_groups(model, config)
     return [{**optim.Muon([torch.zeros(1, 1)]).defaults, **matrices, "has_owners": True}, *others]

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from nanoGPT.distributed.sharding import assign_owners
-from nanoGPT.muon import count_multiplications
-from nanoGPT.optim import clip_grads, grad_norm, run_closure
+from nanoGPT.optim import clip_grads, count_multiplications, grad_norm, run_closure
 from phase1_zero1.buckets import (
     Bucket,
     Options,

@@ -31,12 +31,14 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard, row_range
 from nanoGPT.errors import ConfigError, import_optional
 from nanoGPT.model import GPT, draw_initial_rows
+from nanoGPT.optim import configure_adamw, configure_muon
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
 
 SWITCHES = {"True": "full", "False": "none"}  # short forms of --fsdp_activation_checkpointing
 
 KERNELS = "phase2_triton.apply"  # loaded only if --kernels asks for kernels
+MUON = "phase3_fsdp.muon"  # loaded only with --optimizer=muon
 
 
 @dataclass
@@ -291,6 +293,13 @@ def copy_own_rows(target: Tensor, full: Tensor) -> None:
         begin, end = own_rows(target)
         full = full[begin:end]
     local_shard(target).copy_(full)
+
+
+def configure_optimizer(model: GPT, config: FsdpConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a model from `shard_model`. Its state is sharded like the parameters."""
+    if config.optimizer == "muon":
+        return configure_muon(model, config, import_optional(MUON, "--optimizer=muon").ShardedMuon)
+    return configure_adamw(model, config)
 
 
 def set_gradient_sync(parallel_model: nn.Module, config: FsdpConfig, last: bool) -> None:

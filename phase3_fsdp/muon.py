@@ -26,19 +26,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nanoGPT.distributed.sharding import assign_owners, local_shard, row_range
-from nanoGPT.model import GPT
-from nanoGPT.muon import MuonWithAdamW, count_multiplications
-from nanoGPT.muon import configure_optimizer as configure_unsharded_optimizer
-from nanoGPT.optim import SharedOptimizer, run_closure
-from phase3_fsdp.fsdp import FsdpConfig
+from nanoGPT.optim import SharedOptimizer, count_multiplications, run_closure
 
 Received = Callable[[], Tensor]  # waits for an all-to-all, and returns what this rank received
 ROUND_BYTES = 64 * 2**20  # maximum bytes of full bf16 updates per owner and round (or one matrix)
-
-
-def configure_optimizer(model: GPT, config: FsdpConfig) -> MuonWithAdamW:
-    """Return Muon and AdamW for a model from `shard_model`. Their state is sharded like the parameters."""
-    return configure_unsharded_optimizer(model, config, ShardedMuon)
 
 
 class ShardedMuon(SharedOptimizer):

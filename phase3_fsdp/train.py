@@ -21,7 +21,7 @@ from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
 from nanoGPT.job.log import Log
 from nanoGPT.job.start import main, start
-from nanoGPT.optim import LossScaler, clip_grads, configure_optimizer, grad_norm
+from nanoGPT.optim import LossScaler, clip_grads, grad_norm
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import FsdpConfig as Config
 from phase3_fsdp.fsdp import put_parameters_on_meta
@@ -118,7 +118,7 @@ def train(config: Config) -> None:
             model = model_args.create_model()
         model = fsdp.shard_model(model, config, run)
         fsdp.init_shards(model, config, run, weights)  # each rank fills its shards, one parameter at a time
-        optimizer = configure_optimizer(model, config, "phase3_fsdp")  # over the shards: its state is sharded too
+        optimizer = fsdp.configure_optimizer(model, config)  # over the shards, so its state is sharded too
         scaler = LossScaler(run.dtype == torch.float16)
         best_val_loss = float("inf")
         if checkpoint:

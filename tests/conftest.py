@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     if hasattr(config, "workerinput"):
-        atexit.register(os._exit, 0)  # a worker would free its million objects for more than a second
+        atexit.register(os._exit, 0)  # else a worker takes more than a second to free a million objects
     # Each worker imports all test files. It reads the files that an earlier run has compiled, and would otherwise spend
     # half of its start-up compiling them, if PYTHONDONTWRITEBYTECODE is set.
     sys.dont_write_bytecode = False

@@ -27,7 +27,8 @@ TEMPLATES = Path(__file__).parent / "copied"
 MAX_DATASET_BYTES = 64 << 20
 IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/data/*/*.bin", "nanoGPT/data/*/meta.*"]
 IGNORED.append("nanoGPT/data/.downloads/")
-PROGRAMS = ("train", "evaluate", "minimal", "naive")  # of a phase; the modules that they import are copied too
+# Modules of a phase: its programs, and Muon, which a flag loads. The modules that they import are copied, too.
+PHASE_MODULES = ("train", "evaluate", "minimal", "naive", "muon")
 TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.checkpoint.verify"]
 TOOLS += ["nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
@@ -91,7 +92,8 @@ def list_modules(package: str, datasets: list[str], packages: list[str]) -> dict
         packages: further packages to copy.
     """
     modules = find_modules()
-    names = [f"{package}.{name}" for name in PROGRAMS] + TOOLS + [f"nanoGPT.data.{name}.prepare" for name in datasets]
+    names = [f"{package}.{name}" for name in PHASE_MODULES]
+    names += [*TOOLS, *(f"nanoGPT.data.{name}.prepare" for name in datasets)]
     if packages:
         names += [name for name in modules if name.split(".")[0] in packages or name == f"{package}.costs"]
     return find_needed_modules(names)

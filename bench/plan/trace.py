@@ -171,7 +171,7 @@ def set_up_fsdp(config: fsdp.FsdpConfig, shape: ModelConfig, run: Runtime) -> Tr
         model = shape.create_model()
     model = fsdp.shard_model(model, config, run)
     model.to_empty(device="cpu")
-    optimizer = configure_optimizer(model, config, "phase3_fsdp")
+    optimizer = fsdp.configure_optimizer(model, config)
     return TrainingSetup(
         model,
         optimizer,

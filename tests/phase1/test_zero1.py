@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from measure.ledger import CollectiveCounter
-from nanoGPT import muon
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import param_groups
+from nanoGPT.optim import configure_muon, param_groups
 from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.muon import sharded_muon_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
@@ -240,7 +239,7 @@ def train_in_two_groups(with_muon: bool) -> float:
     single.init_weights(index)
     model.init_weights(dist.get_rank())
     if with_muon:
-        sharded, reference = make_muon(model, process_group=group), muon.configure_optimizer(single, config)
+        sharded, reference = make_muon(model, process_group=group), configure_muon(single, config)
     else:
         sharded = make_sharded(model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
         reference = torch.optim.AdamW(single.parameters(), lr=1e-2)
@@ -432,10 +431,10 @@ def create_optimizer(kind: str, model: Any) -> torch.optim.Optimizer:
     groups = param_groups(model, 0.1)
     factories: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "TritonAdamW": lambda: TritonAdamW(groups, 0.1),
-        "Muon": lambda: muon.configure_optimizer(model, config),
-        "ShardedMuon": lambda: muon.configure_optimizer(model, config, ShardedMuon),
+        "Muon": lambda: configure_muon(model, config),
+        "ShardedMuon": lambda: configure_muon(model, config, ShardedMuon),
         "DDP": lambda: DdpOptimizer(torch.optim.AdamW(groups, 0.1, fused=True)),
-        "DDP and Muon": lambda: DdpOptimizer(muon.configure_optimizer(model, config)),
+        "DDP and Muon": lambda: DdpOptimizer(configure_muon(model, config)),
         "DDP and ZeRO": lambda: DdpOptimizer(ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.1)),
         "naive": lambda: NaiveZero1Optimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9),
         "ZeRO-1": lambda: make_sharded(groups, torch.optim.AdamW, lr=torch.tensor(0.1)),
