@@ -13,8 +13,8 @@ It does not count
 - temporary memory inside an operator, or the rounding and fragmentation of the allocator. The value of
   `torch.cuda.max_memory_allocated` is therefore slightly larger.
 - the copies that gloo makes of the tensors that it reduces. NCCL makes none.
-- a tensor that existed before, unless it is passed to the tracker or an operator writes into it. Such a tensor counts
-  from the start. An example are DDP's buckets, into which gradients are copied.
+- a tensor that existed before, unless it is passed to the tracker or an operator writes into it. DDP's buckets, into
+  which gradients are copied, therefore count from the start.
 
 Inside a dispatch mode torch runs a compiled model in eager mode. The tracker then measures the eager step. All later
 calls of the model are eager, too, unless the tracked call runs inside `torch.compiler.set_stance("force_eager")`.
@@ -272,8 +272,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _add_to_earlier(self, size: int, category: str) -> None:
         """Add bytes that have existed from the start to all recorded totals."""
-        peaks = {id(peak): peak for peak in (self._peak, self._after_forward, *self._parts.values()) if peak}
-        for _, totals in itertools.chain(peaks.values(), self.timeline):
+        for totals in self._recorded_totals(0):
             totals[category] += size
         self._peak_bytes += size
         self._part_bytes = {name: total + size for name, total in self._part_bytes.items()}
@@ -291,13 +290,18 @@ class MemoryTracker(TorchDispatchMode):
 
     def _change_category(self, live: LiveStorage, category: str) -> None:
         """Move a storage to another category, also in everything that was recorded since its first event."""
-        entries = itertools.takewhile(lambda entry: entry[0] >= live.first_event, reversed(self.timeline))
-        all_peaks = {id(peak): peak for peak in (self._peak, self._after_forward, *self._parts.values()) if peak}
-        peaks = (peak for peak in all_peaks.values() if peak[0] >= live.first_event)
-        for totals in (self._now, *(totals for _, totals in itertools.chain(peaks, entries))):
+        for totals in (self._now, *self._recorded_totals(live.first_event)):
             totals[live.category] -= live.bytes
             totals[category] += live.bytes
         live.category, live.may_be_gradient = category, False
+
+    def _recorded_totals(self, first_event: int) -> Iterator[Totals]:
+        """Yield everything that was recorded since an event, each once."""
+        peaks = {id(peak): peak for peak in (self._peak, self._after_forward, *self._parts.values()) if peak}
+        entries = itertools.takewhile(lambda entry: entry[0] >= first_event, reversed(self.timeline))
+        for event, totals in itertools.chain(peaks.values(), entries):
+            if event >= first_event:
+                yield totals
 
     def _remove_freed(self) -> None:
         while self._freed:
