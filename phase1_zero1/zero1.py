@@ -103,6 +103,7 @@ class Zero1Optimizer(DataParallelOptimizer):
         self.require_backward_grad_sync = True
         self._num_started = 0  # the number of buckets whose reduction has started in this step, or micro-batch
         self._in_flight: Any = None  # with stage 2, the bucket that was reduced last
+        self._flags_in_flight: Any = None  # the last exchange of `_sync_grad_flags`
         self._is_reduced = self._has_final_callback = False
         self._deferred_buckets: set[Bucket] = set()  # a forward hook waits for their all-gathers, not `step`
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
@@ -227,14 +228,19 @@ class Zero1Optimizer(DataParallelOptimizer):
     def _sync_grad_flags(self) -> None:
         """Set `has_grad` to True if any rank has a gradient, with one byte per parameter tensor. Collective.
 
+        A rank that has all gradients does not wait for the result, which it knows: meanwhile it can launch the update.
         The first call also replaces the order of the buckets on all ranks by the order in which they filled on rank 0.
         """
         flags = [has for bucket in self.buckets for has in bucket.has_grad]
         if self.world_size > 1:
             device = control_device(self.buckets[0].flat_params.device, self.process_group)
             flag_bytes = torch.tensor(flags, dtype=torch.uint8, device=device)
-            dist.all_reduce(flag_bytes, dist.ReduceOp.MAX, group=self.process_group)
-            flags = flag_bytes.bool().tolist()
+            if self._flags_in_flight:
+                self._flags_in_flight.wait()
+            self._flags_in_flight = dist.all_reduce(flag_bytes, dist.ReduceOp.MAX, self.process_group, async_op=True)
+            if not all(flags):
+                self._flags_in_flight.wait()
+                flags = flag_bytes.bool().tolist()
             if self._fill_order is not None:
                 rest = [bucket_index for bucket_index in self._bucket_order if bucket_index not in self._fill_order]
                 order = torch.tensor([*self._fill_order, *rest], device=device)
