@@ -45,7 +45,7 @@ def write_tasks(
     ids = prompter.write(problem, symbols)
     max_new = model.context + 1 - len(ids)
     if max_new < 1 or (config.tokens or 0) > max_new:
-        remedy = f"--tokens={max_new} or less" if max_new > 0 else "another problem, or --skip_bad=True"
+        remedy = f"--tokens={max_new} or less" if max_new > 0 else "a model with a longer context, or --skip_bad=True"
         raise ConfigError(
             f"the prompt of {problem.id} has {len(ids)} tokens and the answer {config.tokens or 'at least 1'}, but the "
             f"model's context has {model.context}: use {remedy}"

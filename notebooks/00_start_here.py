@@ -148,14 +148,14 @@ draw_who_holds_what(
 # | [3b. Overlap and clipping](03b_overlap_and_clipping.ipynb) | 25 | 3 | Which mistakes are invisible in a loss curve? |
 # | [4. Triton](04_triton.ipynb) | 55 | 1 | How do we write and check a kernel? |
 # | [4b. Compiled kernels](04b_compiled_kernels.ipynb) | 35 | 4 | How fast can a kernel be? |
-# | [5. Inside a GPU](05_triton_attention.ipynb) | 60 | 4 | How do matrix products and attention read less memory? |
+# | [5. Inside a GPU](05_triton_attention.ipynb) | 60 | 4, 4b | How do matrix products and attention read less memory? |
 # | [6. FSDP](06_fsdp.ipynb) | 45 | 3 | What does it cost to shard the parameters as well? |
 # | [6b. Activation checkpointing](06b_activation_checkpointing.ipynb) | 25 | 6 | Which activations can be recomputed? |
 # | [7. Checkpoints and faults](07_checkpoints_and_faults.ipynb) | 45 | 6 | What remains after a kill? |
 # | [8. Generating text](08_generating_text.ipynb) | 20 | 6 | Is FSDP a good way to generate text? |
 # | [9. Mixed precision](09_mixed_precision.ipynb) | 35 | 3b | Where are 16 bits enough? |
 # | [10. Will it fit?](10_will_it_fit.ipynb) | 45 | 6b | How much memory does a run need, before it runs? |
-# | [11. What comes next](11_what_comes_next.ipynb) | 60 | 2, 6 | What else can we divide among ranks? |
+# | [11. What comes next](11_what_comes_next.ipynb) | 60 | 2, 5, 6, 8 | What else can we divide among ranks? |
 # | [12. Measuring](12_measuring.ipynb) | 40 | 1 | When can I trust a time or a number of bytes? |
 #
 # In half a day, read 1, 3 and 6. In a day, read 1, 2, 3, 3b, 6 and 6b, and solve their exercises of the core track

@@ -232,6 +232,7 @@ def reduce_scatter_with_blocking_send() -> None:
 begin = time.monotonic()
 try:
     run_on_ranks(reduce_scatter_with_blocking_send, RANKS, timeout=3)
+    raise AssertionError("the ranks must wait for each other")
 except RankFailed as failure:
     print(failure)
 assert time.monotonic() - begin < 60
@@ -321,10 +322,9 @@ draw_fits(SIZES, seconds, fits)
 for (ranks, name), fit in fits.items():
     one_by_one, bucket = 148 * predict_seconds(16384, ranks, *fit), predict_seconds(148 * 16384, ranks, *fit)
     print(f"{ranks} ranks, {name:8}: 148 all-reduces {1e3 * one_by_one:6.1f} ms, one bucket {1e3 * bucket:5.1f} ms")
-    assert bucket < one_by_one
 
 # %% [markdown]
-# Both send the same bytes, but a bucket pays the latency once. This is why DDP and `Zero1Optimizer` use buckets, and
+# These times are predictions of the fit. Both send the same bytes, but a bucket pays the latency once. This is why DDP and `Zero1Optimizer` use buckets, and
 # why FSDP all-gathers a block and not a layer at a time.
 #
 # ## h. Data parallelism by hand, three times

@@ -183,8 +183,9 @@ results = {name: run_on_ranks(train_by_hand, 4, config, make_flat_zero1, clip, 1
 print_norms(results, reference)
 
 # %% [markdown]
-# Both mistakes produce four different norms on the four ranks. A local norm is too small, so *local* clips too little,
-# and it scales each slice by a different factor. This changes the direction of the gradient. After the reduce-scatter,
+# Both mistakes produce four different norms on the four ranks. A local norm is too small, so *local* clips too little:
+# a rank whose own norm is below the limit does not clip at all. As soon as one rank scales its slice and another does
+# not, the direction of the gradient changes. After the reduce-scatter,
 # the `.grad` of a rank contains the mean in its own slice only. The other slices contain the rank's own gradient, or
 # whatever gloo or NCCL left there. *torch* adds these values to the norm.
 #
@@ -194,7 +195,7 @@ print_norms(results, reference)
 #
 # What effect do these mistakes have on training?
 #
-# **Predict first:** the ranks scale by four different factors. Do the models on the four ranks become different? What
+# **Predict first:** the ranks scale by different factors. Do the models on the four ranks become different? What
 # is the max loss difference from one process, and in which step do the curves separate?
 
 # %%

@@ -462,7 +462,7 @@ draw_memory_bars(bars, "Peak memory of a step", "MB per rank")
 # gradients yet.)
 #
 # Gathered weights and activations do not shrink when you add ranks. (A single rank needs no buffers, so its value is
-# lower.) With very many ranks, the peak consists almost only of these two. Notebook 6b reduces the activations.
+# lower.) With very many ranks, almost only these two and *other* remain. Notebook 6b reduces the activations.
 #
 # ## e. Communication volume and memory
 #

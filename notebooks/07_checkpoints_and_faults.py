@@ -506,10 +506,9 @@ check_saves(timelines)  # also that each copy waits until the save before it is 
 checkpoint_pictures.draw_timelines(timelines)
 
 # %% [markdown]
-# An asynchronous save stops the training only for the copy. The first copy can take longer, because it also allocates
-# the buffer. On the slower disk, the second save begins while the first is still being written, so the training waits:
-# only one save runs at a time. (The gaps without a color are evaluations. At the end of a run, the trainer waits for
-# the last save.)
+# An asynchronous save stops the training for the copy. Only one save runs at a time: if a save begins while the one
+# before it is still being written, the training also waits for its end. On the slower disk this takes longest. (The
+# gaps without a color are evaluations. At the end of a run, the trainer waits for the last save.)
 #
 # ### Why the copy must wait
 #

@@ -91,6 +91,8 @@ for spread in costs.SPREADS:
     print(f"{spread:8} {predicted.memory / 1e9:5.1f} GB per rank, {predicted.network / 1e9:.4f} GB sent per token")
 
 # %% [markdown]
+# `offload` is FSDP whose shards stay in the CPU's memory.
+#
 # ## b. One all-gather for many sequences
 #
 # FSDP has one advantage: the weights that a rank has gathered work for any number of sequences. Different ranks can
@@ -126,7 +128,8 @@ for slots in (1, 2, 8):
 #
 # ## c. Something broken on purpose
 #
-# An all-reduce adds up the partial results of a row-parallel layer. **Predict first:** what happens to the text if we
+# In each block, the last layer of attention and the last one of the MLP are *row-parallel*: each rank has the weights
+# of some of the inputs, and computes a part of every output. An all-reduce adds up these parts. **Predict first:** what happens to the text if we
 # leave out the all-reduce after each MLP? Does the program fail? Do the two ranks generate the same tokens?
 
 # %%

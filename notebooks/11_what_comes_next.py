@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 11. What comes next: tensor, pipeline, context and expert parallelism
 #
-# *60 minutes. Read [notebook 6](06_fsdp.ipynb) and [notebook 2](02_collectives.ipynb) first.*
+# *60 minutes. Read notebooks [2](02_collectives.ipynb), [6](06_fsdp.ipynb) and [8](08_generating_text.ipynb) first, and
+# for section d [notebook 5](05_triton_attention.ipynb).*
 #
 # DDP, ZeRO and FSDP are all *data parallelism*: each rank computes the full model on its own part of the batch. With
 # 1,000 ranks, a step needs at least 1,000 sequences, and with FSDP every rank all-gathers every weight. **What else
@@ -263,8 +264,8 @@ losses_by_name = {"one process": baseline, "tensor parallel, 2 ranks": results[2
 draw_curves({name: [*losses.values()] for name, losses in losses_by_name.items()}, "The losses of tensor parallelism match the baseline's")
 
 # %% [markdown]
-# There is no error, and the forward pass is right, so the first loss is right. The loss even falls, because the last
-# layers still learn. But each rank's LayerNorms and embeddings get another gradient, so the copies that should be equal
+# There is no error, and the forward pass is right, so the first loss is right. The loss even falls: the residual stream
+# passes the gradient on unchanged, and only what comes through the branches is incomplete. But each rank's LayerNorms and embeddings get another gradient, so the copies that should be equal
 # drift apart, and the ranks disagree about the loss. **A falling loss does not prove that a trainer is right. The same
 # losses as the baseline's are much stronger evidence.**
 #
@@ -495,7 +496,7 @@ draw_who_holds_what(
 )
 
 # %% [markdown]
-# Count what one all-to-all sends:
+# In an all-to-all, each rank keeps 1/N of its tokens. The ledger computes what it sends:
 
 # %%
 def exchange_tokens(C: int) -> float:

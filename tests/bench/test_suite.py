@@ -86,13 +86,15 @@ def is_unlocked(directory: Path) -> bool:
 
 @pytest.mark.heavy
 def test_every_suite_has_valid_runs(tmp_path):
-    """Every suite of this repository, the example of the documents, and a suite with another model have valid runs.
+    """Every suite of this repository has valid runs, also with the defaults of a GPU. So have the example of the
+    documents, and a suite with another model.
 
     A phase without a variant's fields skips it.
     """
     for path in SUITES.glob("*.toml"):
         runs = build_runs(load_suite(path.stem), tmp_path, "cpu")
         assert len(runs) > 1 and len({run.directory for run in runs}) == len(runs)
+        assert len(build_runs(load_suite(path.stem), tmp_path, "cuda")) == len(runs)
     runs = build_runs(load_suite("memory"), tmp_path, "cpu")
     assert {run.variant for run in runs if run.phase == "phase1"} == {"plain"}
     text = SUITE.replace("[config]", '[variants.llama]\nmodel = "llama"\nn_kv_head = 1\n\n[config]')

@@ -37,15 +37,18 @@ def launch(ranks: int, **fields: object) -> str:
 
 
 def test_the_examples_of_the_guide_work(modules):
-    """On two ranks, the three observers of docs/observers.md write metrics, evaluate and stop the run
-    early. The run saves before it stops."""
-    assert list(EXAMPLES) == ["my_metrics", "my_evaluation", "my_early_stopping"]
+    """On two ranks, the observers of docs/observers.md write metrics, add norms, evaluate and stop the run
+    early. The run saves before it stops. The norms of all gradients give the global norm, or the clipping limit."""
+    assert list(EXAMPLES) == ["my_metrics", "my_norms", "my_evaluation", "my_early_stopping"]
     fields = {"max_iters": 2000, "eval_interval": 1, "learning_rate": 1e-9, "min_lr": 1e-9, "weight_decay": 0.0}
     names = ",".join(EXAMPLES)
     output = launch(2, out_dir=modules / "run", observers=names, second_interval=2, **fields)
     lines = [json.loads(line) for line in (modules / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = (modules / "run" / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == [str(line["step"]) for line in lines if line["loss"] is not None]
+    for line in [line for line in lines if "norm/lm_head.weight" in line or "grad_norm/lm_head.weight" in line]:
+        squares = sum(value**2 for name, value in line.items() if name.startswith("grad_norm/"))
+        assert squares**0.5 == pytest.approx(min(line["grad_norm"], 1.0), rel=1e-4)
     assert re.search(r"step 2: loss \d\.\d{4} on shakespeare_char", output)
     assert "stopped by the observer my_early_stopping; resume with --init_from=resume" in output and len(lines) < 100
     assert (modules / "run" / "checkpoints" / f"step-{lines[-1]['step'] + 1:08d}").is_dir()

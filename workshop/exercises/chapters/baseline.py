@@ -60,6 +60,7 @@ EXERCISES = [
                 "Norms do not add up",
             ),
             plant_mistake("else torch.float64", "else torch.float32", "Accumulate in fp64"),
+            plant_mistake("return squares.sqrt()", "return squares.float().sqrt().double()", "before you square it"),
         ),
     ),
     Exercise(

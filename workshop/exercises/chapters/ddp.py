@@ -14,7 +14,7 @@ EXERCISES = [
         gradients. A parameter without a gradient is not in the buffer, and stays without one.""",
         minutes=10,
         difficulty="easy",
-        ranks=2,
+        ranks=4,
         check=check_buffer,
         prepare=compute_mean_gradients,
         nudge="The gradients have different shapes. What do they have in common?",

@@ -43,7 +43,7 @@ EXERCISES = [
                     ),
                     ("dy @ gather_rows(rows)", "dy @ ctx.weight"),
                 ),
-                "in its attributes",
+                "still in memory",
             ),
             plant_mistake(
                 "reduce_scatter(drows, dy.T @ x, dist.ReduceOp.AVG)",
@@ -131,6 +131,7 @@ EXERCISES = [
             plant_mistake("        param.untyped_storage().resize_(0)\n", "        pass\n", "still has"),
             plant_mistake("self.is_full, self.pending = True, None", "self.pending = None", "gathers again"),
             plant_mistake("self.is_full, self.pending = True, None", "self.is_full = True", "still holds the buffer"),
+            plant_mistake("    self.pending = None\n", "", "the buffer of its prefetch"),
             plant_mistake(
                 "received.view(self.ranks, -1).split(self.sizes, dim=1)",
                 "[part.view(self.ranks, -1) for part in received.split([self.ranks * size for size in self.sizes])]",
@@ -157,6 +158,11 @@ EXERCISES = [
         mistakes=(
             plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
             plant_mistake("        param.grad = None\n", "", "still has its full gradient"),
+            plant_mistake(
+                "    reduce_scatter(received, sent.view(-1), dist.ReduceOp.AVG)\n",
+                "    dist.all_reduce(sent, dist.ReduceOp.AVG)\n    received.copy_(sent[dist.get_rank()])\n",
+                "reduce a unit in one collective",
+            ),
             plant_mistake(
                 "torch.cat(parts, dim=1)",
                 "torch.cat([part.view(-1) for part in parts]).view(self.ranks, -1)",

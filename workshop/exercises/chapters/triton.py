@@ -31,6 +31,7 @@ EXERCISES = [
             plant_mistake(
                 "tl.sum(centred * centred, 0) / N", "tl.sum(v * v, 0) / N - row_mean * row_mean", "loses its digits"
             ),
+            plant_mistake("out = centred", "out = (v - row_mean.to(x.dtype.element_ty))", "y in float16"),
         ),
     ),
     Exercise(

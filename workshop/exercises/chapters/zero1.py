@@ -100,6 +100,7 @@ EXERCISES = [
             plant_mistake(
                 "first = elements.start - self.local_slice.start", "first = 0", "the gradient of other elements"
             ),
+            plant_mistake("part.float() if", "torch.zeros(len(part)) if", "has other values"),
         ),
     ),
     Exercise(
@@ -112,7 +113,7 @@ EXERCISES = [
         the process group.""",
         minutes=10,
         difficulty="easy",
-        ranks=2,
+        ranks=4,
         check=check_reduce,
         prepare=train_unsharded,
         nudge="Which collective gives each rank only its slice of the result?",
@@ -120,7 +121,7 @@ EXERCISES = [
         line="return reduce_scatter",
         mistakes=(
             plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
-            plant_mistake("self.group, async_op=True", "self.group", "returned no handle"),
+            plant_mistake("self.group, async_op=True", "self.group", "waits for the other ranks"),
             plant_mistake(
                 "return reduce_scatter(local_grads, self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
                 "return dist.all_reduce(self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
@@ -160,6 +161,10 @@ EXERCISES = [
                     ("from torch import Tensor\n", "import torch\nfrom torch import Tensor\n"),
                 ),
                 "each rank clips by its own norm",
+            ),
+            plant_mistake("return norm", "return norm.float()", "rounding errors of fp32"),
+            plant_mistake(
+                "clip_grads(grads, norm, max_norm)", "[g.mul_(max_norm / norm) for g in grads]", "turns clipping off"
             ),
         ),
     ),

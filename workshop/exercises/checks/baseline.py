@@ -68,6 +68,11 @@ def check_grad_norm(answer: ModuleType, _: Any) -> None:
         f"The norm has the type {norm.dtype}. In fp32 the rounding depends on how the gradients are sharded, and the "
         "loss curve depends on the number of ranks. Accumulate in fp64.",
     )
+    expect(
+        is_close(norm, exact, 1e-12),
+        f"The norm has an error of {abs(norm.item() - exact):.1e}, so squares or sums were computed in fp32. Convert "
+        "each gradient to fp64 before you square it.",
+    )
     local = answer.grad_norm([full])
     expect(
         is_close(local, exact, 1e-6),

@@ -88,7 +88,8 @@ def check_layer_norm(answer: ModuleType, _: Any) -> None:
     y, mean, rstd = torch.empty_like(half), torch.empty(M), torch.empty(M)
     launch(answer.one_row_kernel, (M,), half, weight, None, y, mean, rstd, N, EPS=1e-5, HAS_BIAS=False, BLOCK=32)
     exact = half.double()
-    check_values(mean, exact.mean(1), "mean of a row in float16", "Convert what you load to fp32 first.")
+    convert = "Convert what you load to fp32 first."
+    check_values(mean, exact.mean(1), "mean of a row in float16", convert)
     check_values(
         rstd,
         1 / (exact.var(1, correction=0) + 1e-5).sqrt(),
@@ -96,6 +97,7 @@ def check_layer_norm(answer: ModuleType, _: Any) -> None:
         "The difference of two large squares loses its digits: subtract the mean before you square.",
         1e-4,
     )
+    check_values(y, F.layer_norm(half.float(), (N,), weight).half(), "y in float16", convert, 2e-3)
 
 
 def check_online_softmax(answer: ModuleType, _: Any) -> None:
