@@ -20,10 +20,10 @@ from typing import Literal
 
 import torch
 
-from evaluation.tensor_parallel import take_part
+from evaluation.tensor_parallel import MODELS, take_part
 from evaluation.units import find_units
 from nanoGPT.costs import ring_bytes
-from nanoGPT.model import GPTConfig, ModelConfig
+from nanoGPT.model import ModelConfig
 
 Spread = Literal["fsdp", "offload", "tp"]
 SPREADS: tuple[Spread, ...] = ("fsdp", "offload", "tp")
@@ -44,6 +44,7 @@ class ModelSize:
         vocab_size: rows of the head.
         units: the units of FSDP in each layer, as in `units.find_units`.
         ends: the embedding and the head, if they are units of FSDP; they are part of `root`.
+        vocabularies: matrices with a row for each token id: 1 if embedding and head are tied.
     """
 
     layers: tuple[int, ...]
@@ -55,6 +56,7 @@ class ModelSize:
     vocab_size: int
     units: tuple[tuple[int, ...], ...]
     ends: tuple[int, ...] = ()
+    vocabularies: int = 1
 
     @property
     def params(self) -> int:
@@ -63,7 +65,7 @@ class ModelSize:
 
 
 def measure_gpt(shape: ModelConfig) -> ModelSize:
-    """Return the sizes of a model of this project. Only GPT-2 supports tensor parallelism."""
+    """Return the sizes of a model of this project."""
     with torch.device("meta"):
         model = shape.create_model()
     layers = tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
@@ -76,9 +78,10 @@ def measure_gpt(shape: ModelConfig) -> ModelSize:
         sum(full),
         shape.n_embd,
         shape.n_embd // shape.n_head * kv_heads,
-        kv_heads if isinstance(shape, GPTConfig) else 0,
+        kv_heads if shape.model in MODELS else 0,
         shape.vocab_size,
         tuple(tuple(find_units(block).values()) for block in model.blocks),
+        vocabularies=len({*shape.VOCABULARY} - {*shape.tied_names()}),
     )
 
 
@@ -129,7 +132,8 @@ def predict(spread: Spread, size: ModelSize, ranks: int, slots: int, tokens: int
     if spread == "tp":
         reductions = 2 * len(size.layers) + 1
         logits = -(-size.vocab_size // ranks) * ranks  # rows of the head are padded to a multiple of the ranks
-        divided = size.params - size.replicated + (logits - size.vocab_size) * size.channels
+        padding = size.vocabularies * (logits - size.vocab_size) * size.channels
+        divided = size.params - size.replicated + padding
         part = itemsize * (divided / ranks + size.replicated)
         network = reductions * ring_bytes("all-reduce", slots * size.channels * itemsize, ranks)
         network += ring_bytes("all-gather", slots * logits * itemsize, ranks)

@@ -1,8 +1,11 @@
-"""Tensor parallelism for a GPT: every rank stores and computes a part of every layer (Shoeybi et al. 2019).
+"""Tensor parallelism for GPT-2 and Llama: every rank stores and computes a part of every layer (Shoeybi et al. 2019).
 
-    column parallel (c_attn, c_fc)       a rank has some output features: some heads, some channels of the MLP
-    row parallel (both c_proj)           a rank has the matching input features; an all-reduce adds the partial results
-    vocabulary parallel (wte, lm_head)   a rank has some rows; an all-reduce adds embeddings, an all-gather joins logits
+    column parallel       the first layers of attention and MLP (c_attn, c_fc, q_proj, up_proj, ...): a rank has some
+                          output features, which are some heads and some channels of the MLP
+    row parallel          the last layers of both (c_proj, o_proj, down_proj): a rank has the matching input features,
+                          and an all-reduce adds the partial results
+    vocabulary parallel   embedding and head: a rank has some rows; an all-reduce adds embeddings, an all-gather joins
+                          logits
 
 Weights stay where they are. A token of B sequences moves 2 L + 1 all-reduces of B x C numbers, for L blocks, and one
 all-gather of B x V logits. The input of a column-parallel layer is the full activation, so nothing moves between c_attn
@@ -21,9 +24,18 @@ from torch.nn import functional as F
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
 
-EMBEDDING = "transformer.wte.weight"
-COLUMN_PARALLEL = ("attn.c_attn", "mlp.c_fc")
-ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj")
+MODELS = ("gpt2", "llama")
+COLUMN_PARALLEL = (
+    "attn.c_attn",
+    "mlp.c_fc",
+    "attn.q_proj",
+    "attn.k_proj",
+    "attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "attn.o_proj", "mlp.down_proj")
+VOCABULARY_PARALLEL = ("transformer.wte", "model.embed_tokens", "lm_head")
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -52,36 +64,34 @@ def check_heads(heads: int, ranks: int) -> None:
 
 
 def parallelize(model: GPT, rank: int, ranks: int) -> None:
-    """Shrink a GPT on the meta device to this rank's part, in place, and let it communicate.
+    """Shrink a model on the meta device to this rank's part, in place, and let it communicate.
 
     Args:
         model: on the meta device, with the full shapes.
         rank, ranks: of the default process group.
 
     Raises:
-        ConfigError: the model is not GPT-2, or the number of ranks does not divide the heads.
+        ConfigError: the model is not in MODELS, or the number of ranks does not divide the heads of its keys.
     """
-    if model.config.model != "gpt2":
-        raise ConfigError(
-            f"--spread=tp does not support --model={model.config.model} of a run: use --spread=fsdp, or export the run "
-            "for transformers and give that directory as --out_dir"
-        )
-    check_heads(model.config.n_head, ranks)
-    vocab_size = model.config.vocab_size
+    shape = model.config
+    if shape.model not in MODELS:
+        raise ConfigError(f"--spread=tp does not support --model={shape.model}: use --spread=fsdp")
+    check_heads(getattr(shape, "n_kv_head", shape.n_head), ranks)
     for name, full in list(model.named_parameters()):
         path, _, kind = name.rpartition(".")
         part = nn.Parameter(take_part(full, name, rank, ranks), requires_grad=False)
         setattr(model.get_submodule(path), kind, part)
-    embedding = model.transformer["wte"].weight
-    assert isinstance(embedding, nn.Parameter)
+    name = shape.VOCABULARY[0]
     with torch.device("meta"):
-        model.transformer["wte"] = VocabParallelEmbedding(len(embedding), embedding.size(1))
-    model.transformer["wte"].weight = model.lm_head.weight = embedding
-    for block in model.blocks:
-        for layer in ROW_PARALLEL:
-            block.get_submodule(layer).register_forward_hook(add_partial_results)
-
-    model.lm_head.register_forward_hook(create_join(ranks, vocab_size))
+        embedding = VocabParallelEmbedding(*model.get_parameter(name).shape)
+    embedding.weight = model.get_parameter(name)
+    model.set_submodule(name.removesuffix(".weight"), embedding)
+    for tied, source in shape.tied_names().items():
+        model.get_submodule(tied.removesuffix(".weight")).weight = model.get_parameter(source)
+    for path, module in model.named_modules():
+        if path.endswith(ROW_PARALLEL):
+            module.register_forward_hook(add_partial_results)
+    model.lm_head.register_forward_hook(create_join(ranks, shape.vocab_size))
 
 
 def create_join(ranks: int, vocab_size: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
@@ -106,7 +116,7 @@ def take_part(full: Tensor, name: str, rank: int, ranks: int) -> Tensor:
 
     Args:
         full: the parameter.
-        name: its name in a GPT.
+        name: its name in the model.
         rank, ranks: which part, of how many.
     """
     path, _, kind = name.rpartition(".")
@@ -117,7 +127,7 @@ def take_part(full: Tensor, name: str, rank: int, ranks: int) -> Tensor:
         if kind == "weight":
             return full.tensor_split(ranks, dim=1)[rank]
         return full if rank == 0 else torch.zeros_like(full)  # the all-reduce must add the bias once
-    if name == EMBEDDING:
+    if path in VOCABULARY_PARALLEL:
         rows = -(-len(full) // ranks)
         return F.pad(full[rank * rows : (rank + 1) * rows], (0, 0, 0, max(0, (rank + 1) * rows - len(full))))[:rows]
     return full

@@ -221,8 +221,8 @@ class LlamaAttention(Attention):
         self.queries_per_key = config.n_head // kv_heads
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        B, T, C = x.size()
-        q = self.q_proj(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh, T, hs)
+        B, T, _ = x.size()
+        q = self.q_proj(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh, T, hs); nh: the heads of this rank
         k = self.k_proj(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nkv, T, hs)
         v = self.v_proj(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nkv, T, hs)
         positions = (cache.first_position if cache else 0) + torch.arange(T, device=x.device)  # (T,), or (B, T)
@@ -233,7 +233,7 @@ class LlamaAttention(Attention):
         # Every backend of attention supports as many heads of keys as of queries; not every one supports fewer.
         k, v = (heads.repeat_interleave(self.queries_per_key, dim=1) for heads in (k, v))
         y = self.attend(q, k, v, cache)  # (B, nh, T, hs)
-        return self.resid_dropout(self.o_proj(y.transpose(1, 2).reshape(B, T, C)))
+        return self.resid_dropout(self.o_proj(y.transpose(1, 2).reshape(B, T, -1)))
 
 
 class SwiGLU(nn.Module):

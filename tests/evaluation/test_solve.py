@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,8 @@ from measure.ledger import CollectiveCounter
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.llama import LlamaConfig
+from nanoGPT.model import GPT, GPTConfig, ModelConfig
 from nanoGPT.sample import generate
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program
@@ -28,12 +28,13 @@ from tests.helpers.training import tiny, train
 from workshop.ranks import run_on_ranks
 
 SHAPE = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=64, vocab_size=65, bias=True)
+LLAMA = LlamaConfig(n_layer=2, n_head=8, n_embd=32, block_size=64, vocab_size=65, n_kv_head=4)
 TASKS = [Task(number, 0, [(7 * number + i) % 65 for i in range(3 + number)], 6 - number % 3) for number in range(6)]
 
 
-def create_gpt() -> GPT:
-    """Return a GPT with random weights that make its greedy text vary."""
-    model = GPT(SHAPE)
+def create_gpt(shape: ModelConfig = SHAPE) -> GPT:
+    """Return a model with random weights that make its greedy text vary."""
+    model = shape.create_model()
     model.init_weights(1)
     with torch.no_grad():
         for i, param in enumerate(model.parameters()):
@@ -41,21 +42,24 @@ def create_gpt() -> GPT:
     return model
 
 
-def generate_each_way(cells: list[tuple[str, int]], sampling: Sampling) -> list[dict[int, list[int]]]:
+def generate_each_way(
+    cells: list[tuple[str, int]], sampling: Sampling, shape: ModelConfig = SHAPE
+) -> list[dict[int, list[int]]]:
     """Return the generated tokens, for each way of spreading and number of slots."""
-    run, weights, found = create_runtime("cpu", "float32"), dict(create_gpt().named_parameters()), []
+    run, weights, found = create_runtime("cpu", "float32"), dict(create_gpt(shape).named_parameters()), []
     for spread, slots in cells:
         units.MIN_PARAMS = 4000 if spread == "offload" else 10**6
-        model = gpt.GptModel(gpt.spread_gpt(SHAPE, weights, spread, run), 60, run.device)
+        model = gpt.GptModel(gpt.spread_gpt(shape, weights, spread, run), 60, run.device)
         generator = Generator(model, run, slots, 64, sampling, spread == "tp")
         found.append({result.problem: result.ids for each in generator.run(TASKS) for result in each})
     return found
 
 
-def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA], ids=["gpt2", "llama"])
+def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading(shape):
     """Greedy tokens are those of `GPT.generate`, sampled ones those of one rank: fsdp, offload, tp on 1, 2, 4 ranks."""
     cells = [("fsdp", 3), ("offload", 2), ("tp", 1), ("tp", 4)]
-    model = create_gpt().eval()
+    model = create_gpt(shape).eval()
     reference = {
         task.problem: [int(column) for column in generate(model, torch.tensor([task.ids]), task.max_new, 0.0, None, 60)]
         for task in TASKS
@@ -64,17 +68,17 @@ def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading():
     sampled = []
     for ranks in (1, 2, 4):
         assert all(
-            ids == reference for ids in run_on_ranks(generate_each_way, ranks, cells, Sampling(), show=False)[-1]
+            ids == reference for ids in run_on_ranks(generate_each_way, ranks, cells, Sampling(), shape, show=False)[-1]
         )
     for ranks, ways in ((1, cells[:1]), (2, cells[1:3])):
-        sampled += run_on_ranks(generate_each_way, ranks, ways, Sampling(0.8, seed=3), show=False)[0]
+        sampled += run_on_ranks(generate_each_way, ranks, ways, Sampling(0.8, seed=3), shape, show=False)[0]
     assert all(ids == sampled[0] for ids in sampled) and sampled[0] != reference
 
 
 def test_a_long_answer_reads_few_sizes_of_window(monkeypatch):
     """Greedy tokens are those of `generate` past the first window, and 140 tokens are read in windows of 3 sizes."""
-    monkeypatch.setattr(f"{__name__}.SHAPE", replace(SHAPE, block_size=160))
-    model, tasks, windows = create_gpt().eval(), [Task(0, 0, [1, 2, 3], 140), Task(1, 0, [5] * 40, 70)], set()
+    model = create_gpt(SHAPE.change(block_size=160)).eval()
+    tasks, windows = [Task(0, 0, [1, 2, 3], 140), Task(1, 0, [5] * 40, 70)], set()
     slots = gpt.GptModel(model, 60, torch.device("cpu"))
     begin = SlotCache.begin_token
     monkeypatch.setattr(SlotCache, "begin_token", lambda cache: (begin(cache), windows.add(cache.window))[0])
@@ -90,13 +94,15 @@ def test_a_long_answer_reads_few_sizes_of_window(monkeypatch):
     assert windows == {64, 128, 160}
 
 
-def measure_costs(slots: int, min_params: list[int]) -> list[tuple[float, dict[str, float], costs.SpreadCosts, int]]:
+def measure_costs(
+    base: ModelConfig, slots: int, min_params: list[int]
+) -> list[tuple[float, dict[str, float], costs.SpreadCosts, int]]:
     """Return for each way and size of the FSDP units: the largest layer, what was measured, and the prediction."""
     run, found = create_runtime("cpu", "float32"), []
     for spread, units.MIN_PARAMS in itertools.product(costs.SPREADS, min_params):
         # Without padding: fully_shard pads the rows of a vocabulary to a multiple of the ranks, which no formula has.
-        shape = SHAPE if spread == "tp" else replace(SHAPE, vocab_size=64, n_layer=3)
-        full = GPT(shape)
+        shape = base if spread == "tp" else base.change(vocab_size=64, n_layer=3)
+        full = shape.create_model()
         model = gpt.spread_gpt(shape, dict(full.named_parameters()), spread, run)
         wrapped, counter = gpt.GptModel(model, shape.vocab_size, run.device), CollectiveCounter()
         cache = wrapped.new_cache(slots, 64)
@@ -122,10 +128,10 @@ def measure_costs(slots: int, min_params: list[int]) -> list[tuple[float, dict[s
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, *mark_slow(4)])
-def test_memory_and_communication_match_the_formulas(ranks):
+@pytest.mark.parametrize(("shape", "ranks"), [(SHAPE, 1), (SHAPE, 2), (LLAMA, 2), *mark_slow((SHAPE, 4), (LLAMA, 4))])
+def test_memory_and_communication_match_the_formulas(shape, ranks):
     """Weights, all-gathered bytes and communication match the formulas; offload has at most two layers at a time."""
-    found = run_on_ranks(measure_costs, ranks, 3, [4000, 10**6], show=False)[0]
+    found = run_on_ranks(measure_costs, ranks, shape, 3, [3000, 10**6], show=False)[0]
     assert [len(costs.SPREADS) * [3, 1], 6] == [[parts for *_, parts in found], len(found)]
     for number, (layer, measured, predicted, _) in enumerate(found):
         is_offloaded = number in (2, 3)
