@@ -204,10 +204,12 @@ class HeartbeatThread:
     def write_heartbeat(self) -> None:
         """Write this rank's heartbeat.
 
-        Compilation counts as progress, and so do the stages before training: reading a large checkpoint takes long.
+        Compilation counts as progress, and so does work before training: reading a large checkpoint takes long. A rank
+        that waits for others makes no progress.
         """
         activity = inspect_threads()
-        if activity.pop("is_exempt") or self.run.progress.stage in ("start", "build"):
+        prepares = self.run.progress.stage in ("start", "build") and not activity["waits"]
+        if activity.pop("is_exempt") or prepares:
             self.run.report_progress()
         device = self.device_progress
         activity["waits_for_device"] = activity.pop("reads_device") and device is not None

@@ -187,6 +187,8 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
         name = signal.Signals(received_signals[0]).name
         return 128 + received_signals[0], f"{name} arrived before training had begun, so there was nothing to save"
     name = signal.Signals(-exit_code).name
+    if exit_code == -signal.SIGABRT:
+        name += ", perhaps by NCCL because a collective did not end (its output says so)"
     return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 

@@ -150,10 +150,12 @@ def run_rank(
     sys.stdout = output = LineSender(connection)
     torch.set_num_threads(1)
     try:
+        backend, gpu = "gloo", None
         if device == "cuda":
-            torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+            backend, gpu = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
+            torch.cuda.set_device(gpu)
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, device_id=gpu)
         function, args = cloudpickle.loads(payload)
         result = function(*args)
         dist.barrier()

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ WARMUP_PRODUCTS = {"cpu": 1, "cuda": 500}  # about 0.1 s on an H100, in which an
 WRITE_BYTES = 64 << 20  # per node, to measure the speed of the disk
 SHARE_SECONDS = 5.0  # in which all nodes must see a new file
 MAX_SAVE_SECONDS = 120.0
+TIMEOUT = timedelta(seconds=60)  # of a collective of the checks
 
 
 def time_calls(work: Callable[[], object], repeats: int, device: torch.device, warmup: int = 1) -> float:
@@ -157,11 +159,20 @@ def run_checks(run: Runtime, out_dir: Path, bytes_per_save: int) -> list[Check]:
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 
 
+def explain_timeout(error: BaseException) -> str | None:
+    """Return a sentence for a collective that did not end; None for another error."""
+    if "timed out" not in str(error).lower():
+        return None
+    remedy = "a rank or the network does not answer: run with NCCL_DEBUG=INFO, and exclude a node at a time"
+    return f"a collective of the checks did not end within {TIMEOUT.seconds} seconds: {remedy}"
+
+
 def main(phase: str, results: str, bytes_per_save: str, out_dir: str) -> int:
     """Join the other ranks, run the checks, and write them on rank 0."""
     config = config_from_launcher(load_config_class(phase))
     assert config, "this program needs a launcher: run `make preflight`"
     with start(config, reads_only=True) as run:
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT)
         checks = run_checks(run, Path(out_dir), int(bytes_per_save))
         if run.is_main:
             Path(results).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
@@ -169,4 +180,4 @@ def main(phase: str, results: str, bytes_per_save: str, out_dir: str) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(report_job_errors(lambda: main(*sys.argv[1:])))
+    os._exit(report_job_errors(lambda: main(*sys.argv[1:]), explain_timeout))

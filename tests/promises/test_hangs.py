@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from nanoGPT import train
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import STALLED
@@ -345,6 +347,24 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
         check_stalled_launcher(launcher, 1, tmp_path / "locked")
     finally:
         launcher.kill()
+
+
+def train_after_a_deadlock(config) -> None:
+    """Train on two ranks. Before the optimizer is created, each of them receives from the other one."""
+    train.configure_optimizer = lambda *_: dist.recv(torch.zeros(1), 1 - dist.get_rank())
+    train.train(config)
+
+
+@pytest.mark.long
+def test_ranks_that_wait_for_each_other_before_training_are_stopped(tmp_path):
+    """Reading a large checkpoint is progress, but a collective that no rank ends before the first step is a hang."""
+    ranks = start_ranks(train_after_a_deadlock, 2, tiny("nanoGPT", tmp_path, stall_seconds=4.0), folder=tmp_path)
+    for process, _ in ranks:
+        process.join(DEADLINE)
+        process.kill()
+    assert [process.exitcode for process, _ in ranks] == [STALLED, STALLED]
+    (message,) = [path.read_text() for path in (tmp_path / "stacks").glob("stalled-*.txt")]
+    assert "in step 0, build" in message and "all stopped there" in message, message
 
 
 def test_a_start_that_fails_early_does_not_disturb_the_next_one(tmp_path):
