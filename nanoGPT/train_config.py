@@ -5,7 +5,7 @@ Each phase extends `TrainConfig` with its own fields. `nanoGPT/job/parse.py` cre
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.observers import Flags, find_default_observers
@@ -25,9 +25,8 @@ class TrainConfig(Flags):
 
     GPU_DEFAULTS = {
         "dataset": "shakespeare",
-        "batch_size": 12,
+        "batch_size": 24,
         "block_size": 1024,
-        "gradient_accumulation_steps": 16,
         "n_layer": 12,
         "n_head": 12,
         "n_embd": 768,
@@ -37,7 +36,7 @@ class TrainConfig(Flags):
         "max_iters": 500,
         "warmup_iters": 50,
         "eval_interval": 100,
-        "eval_iters": 64,
+        "eval_iters": 32,
         "compile": True,
     }
     FOREIGN_FLAGS = {
@@ -177,15 +176,17 @@ class TrainConfig(Flags):
         return True
 
 
-def cpu_defaults(config_class: type[TrainConfig], world_size: int) -> dict[str, object]:
-    """Return the defaults on CPUs that differ from those of the class.
+def device_defaults(config_class: type[TrainConfig], world_size: int, on_gpu: bool) -> dict[str, Any]:
+    """Return the defaults on a device that differ from those of the class.
 
     With more ranks than micro-batches, a step has twice as many micro-batches of half as many sequences.
     """
-    batch_size, micro_batches = config_class.batch_size, config_class.gradient_accumulation_steps
-    if world_size <= micro_batches:
-        return {}
-    return {"batch_size": batch_size // 2, "gradient_accumulation_steps": 2 * micro_batches}
+    defaults: dict[str, Any] = {**config_class.GPU_DEFAULTS} if on_gpu else {}
+    micro_batches = config_class.gradient_accumulation_steps
+    if world_size > micro_batches:
+        batch_size = defaults.get("batch_size", config_class.batch_size)
+        defaults |= {"batch_size": batch_size // 2, "gradient_accumulation_steps": 2 * micro_batches}
+    return defaults
 
 
 MINIMUMS = {

@@ -24,8 +24,8 @@ def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
 
     A tensor that is replicated on several ranks is written once.
     """
-    # Without copies ahead: on a machine with GPUs, the writer would wait for the training at every 10 MB that it writes,
-    # although an asynchronous save has already copied the tensors to the CPU.
+    # With copies ahead, the writer on a machine with GPUs would wait for the training every 10 MB, although an
+    # asynchronous save has already copied the tensors to the CPU.
     writer = dcp.FileSystemWriter(files.folder, sync_files=False, overwrite=False, per_thread_copy_ahead=0)
     writer.fs = HashingFileSystem(files)
     planner = DefaultSavePlanner(enable_plan_caching=True)
