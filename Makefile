@@ -146,7 +146,7 @@ plan: .venv/.core  ## predict memory and speed of MODEL on GPUS of type GPU, for
 	@$(PY) -m bench.plan --model=$(MODEL) --gpus=$(GPUS) --gpu=$(GPU) $(ARGS)
 profile: .venv/.core data  ## profile PHASE=phase3 on GPUS ranks: timeline, overlap, most expensive operators
 	@OMP_NUM_THREADS=1 $(PY) -m bench.profile_step --gpus=$(GPUS) $(TRAINER) $(FLAGS)
-matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and every option: losses, communication, memory, time
+matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and the main options: losses, communication, memory, time
 	@OMP_NUM_THREADS=1 $(PY) -m bench.matrix $(ARGS)
 	@$(PY) -m bench.tables
 suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, depth, kernels, optimizers or seeds; resumes after a kill

@@ -10,8 +10,8 @@ the unit computes:
     backward    unit 1: all-gather, compute, free, reduce-scatter the gradients    unit 0: ...    ...
 
 The root stays all-gathered from its forward to its backward pass. While a unit computes, the parameters of the next one
-are already on their way. `minimal.py` does the same with torch's `fully_shard`, which also supports meta devices,
-groups of replicas, CPU offload and checkpoints.
+are already on their way. `minimal.py` uses torch's `fully_shard` instead, which also supports meta devices, groups of
+replicas, CPU offload and checkpoints.
 
 Between two steps, the parameters of the model have no memory: do not print, copy or read them. `parameters()` returns
 the shards, which are rows of matrices. The optimizer must therefore be elementwise, as AdamW is, unlike Muon.

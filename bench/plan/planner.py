@@ -185,20 +185,25 @@ def extrapolate_peak(
     return stages
 
 
-def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row) -> Numbers:
+def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row, micro_batches: int) -> Numbers:
     """Return the bytes by category at the memory peak of a step.
 
-    With CPU offload the model state is in host memory, so it does not count.
+    With CPU offload the model state is in host memory, so it does not count. Only full gradients, which FSDP accumulates
+    over several micro-batches, stay on the GPU until they are reduced.
 
     Args:
         stages: bytes by category at the memory peak of each stage, from a trace.
         workspace: bytes from `loss_workspace`.
+        micro_batches: per rank and step.
     """
-    outside = dict.fromkeys(STATE, 0) if row[1].get("fsdp_cpu_offload") else {}
-    totals = [{**peak, **outside} for peak in stages.values()]
-    head = {**stages["head"], **outside}
-    head["other"] += workspace
-    return max(head, *totals, key=lambda each: sum(each.values()))
+    totals = {stage: dict(peak) for stage, peak in stages.items()}
+    totals["workspace"] = {**totals["head"], "other": totals["head"]["other"] + workspace}
+    if row[1].get("fsdp_cpu_offload"):
+        accumulates = micro_batches > 1 and not row[1].get("fsdp_sync_every_micro_batch")
+        for stage, peak in totals.items():
+            is_full = accumulates and stage != "update"
+            peak |= {"parameters": 0, "optimizer_state": 0, "gradients": peak["gradients"] if is_full else 0}
+    return max(totals.values(), key=lambda each: sum(each.values()))
 
 
 def estimate_step(
@@ -275,7 +280,7 @@ class Planner:
         peaks = [summary.peaks for summary in self.get_traces(row, batch_size)]
         shards_gradients = row[1].get("zero_stage") == 2
         stages = extrapolate_peak(peaks, self.shape.n_layer, self.trace_update(row), shards_gradients)
-        return find_peak(stages, loss_workspace(row, self.job, batch_size), row)
+        return find_peak(stages, loss_workspace(row, self.job, batch_size), row, self.job.micro_batches)
 
     def peak_bytes(self, row: Row, batch_size: int) -> float:
         """Return the total bytes at the memory peak of a step."""

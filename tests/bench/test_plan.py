@@ -241,9 +241,16 @@ def test_kernels_auto_is_planned_as_its_selection(phase, tmp_path):
 
 
 def test_the_workspace_of_the_fused_loss_counts_at_the_head():
-    """The workspace adds to the memory of the head, and to no other part. Expected values are computed by hand."""
-    peaks = {part: {"parameters": 8, "other": 20 if part == "update" else 9} for part in MEMORY_STAGES}
-    assert [find_peak(peaks, size, ROWS[0])["other"] for size in (0, 10, 12)] == [20, 20, 21]
+    """The workspace adds to the memory of the head, and to no other part. Expected values are computed by hand.
+
+    With CPU offload, only gradients that are accumulated in full stay on the GPU.
+    """
+    peaks = {part: {"parameters": 8, "gradients": 0, "other": 20 if part == "update" else 9} for part in MEMORY_STAGES}
+    assert [find_peak(peaks, size, ROWS[0], 1)["other"] for size in (0, 10, 12)] == [20, 20, 21]
+    peaks["head"]["gradients"], offload = 12, {"fsdp_cpu_offload": True}
+    found = [find_peak(peaks, 0, ("phase3", offload), count) for count in (1, 2)]
+    found.append(find_peak(peaks, 0, ("phase3", {**offload, "fsdp_sync_every_micro_batch": True}), 2))
+    assert [sum(peak.values()) for peak in found] == [20, 21, 20]
     job = Job(SMALL, H100, 1)
     sizes = {kernels: loss_workspace(("phase2", {"kernels": kernels}), job, 3) for kernels in ("loss", "gelu", "none")}
     assert sizes["gelu"] == sizes["none"] == 0 == loss_workspace(("phase3", {}), job, 3)

@@ -53,7 +53,10 @@ function makePlanner(samples) {
       const peaks = traced.map((moments) => largest(moments[s].map((moment) =>
         samples.moments[moment].map((each) => evaluate(each, values)))));
       const bytes = categories.map((_, i) => extrapolate(peaks.map((peak) => peak[i]), layers));
-      for (const name of Object.keys(state)) bytes[position(name)] = 0;
+      for (const name of Object.keys(state)) {
+        const accumulates = name === "gradients" && options.micro_batches > 1 && stage !== "update";
+        if (!accumulates) bytes[position(name)] = 0; // full gradients stay on the GPU until they are reduced
+      }
       if (stage === "head") bytes[position("other")] += lossWorkspace(row, options);
       return bytes;
     }));
