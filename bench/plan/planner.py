@@ -24,7 +24,7 @@ from bench.plan.speed import (
     step_seconds,
 )
 from bench.plan.trace import MEMORY_STAGES, trace
-from measure.tracker import CATEGORIES, STATE, Totals
+from measure.tracker import CATEGORIES, Totals
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.model import ModelConfig
@@ -188,8 +188,8 @@ def extrapolate_peak(
 def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row, micro_batches: int) -> Numbers:
     """Return the bytes by category at the memory peak of a step.
 
-    With CPU offload the model state is in host memory, so it does not count. Only full gradients, which FSDP accumulates
-    over several micro-batches, stay on the GPU until they are reduced.
+    With CPU offload the model state is in host memory, so it does not count. Only full gradients, which accumulate over
+    several micro-batches, stay on the GPU until they are reduced.
 
     Args:
         stages: bytes by category at the memory peak of each stage, from a trace.
