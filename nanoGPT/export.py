@@ -70,6 +70,8 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
     check_no_overwrite(folder, format)
     manifest = checkpoint.manifest
     shape = make_shape(manifest["model_args"])
+    if format == "hf":
+        find_format(shape.model)
     folder.mkdir(parents=True, exist_ok=True)
     # Files are moved into place only when all are written. `scratch` is for a state that is larger than the memory.
     with (

@@ -119,14 +119,12 @@ class HuggingFace:
     @staticmethod
     def read_fields(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         """Return the fields of a config.json with the defaults of `transformers`, and the values that are allowed."""
-        old_scaling = fields.get("rope_scaling") or {}
-        old = {
-            "rope_theta": fields.get("rope_theta", 10000.0),
-            "rope_type": old_scaling.get("type", "default"),
-            **old_scaling,
-        }
+        scaling = fields.get("rope_scaling") or {}  # takes precedence, as in `transformers`; type: its older name
+        scaling = {"rope_type": scaling["type"], **scaling} if "type" in scaling else scaling
+        rope = {"rope_theta": fields.get("rope_theta", 10000.0), "rope_type": "default"}
+        rope |= {**(fields.get("rope_parameters") or {}), **scaling}
         defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
-        fields = {**defaults, **fields, **(fields.get("rope_parameters") or old)}
+        fields = {**defaults, "max_position_embeddings": 2048, **fields, **rope}
         head_sizes = [None, fields["hidden_size"] // fields["num_attention_heads"]]
         return {"head_dim": None, **fields}, {**HuggingFace.ALLOWED, "head_dim": head_sizes}
 

@@ -370,9 +370,9 @@ def find_architecture(name: str) -> ModuleType:
     known = ["gpt2", *MODULES]
     try:
         module = importlib.import_module(MODULES.get(name, name))
-    except (ModuleNotFoundError, TypeError, ValueError) as error:
-        hint = did_you_mean(name, known) or f": use {' or '.join(known)}, or a module that defines a model"
-        raise ConfigError(f"--model={name} cannot be imported ({error}){hint}") from None
+    except Exception as error:  # of many kinds, if the module is of a user
+        hint = f"{did_you_mean(name, known)}: use {' or '.join(known)}, or a module in a directory of PYTHONPATH"
+        raise ConfigError(f"--model={name} cannot be imported ({type(error).__name__}: {error}){hint}") from None
     shape = getattr(module, "Shape", None)
     if not (isinstance(shape, type) and issubclass(shape, ModelConfig)):
         raise ConfigError(f"--model={name} has no class Shape, so it is no model: use {' or '.join(known)}")

@@ -59,7 +59,7 @@ class TrainConfig(Flags):
             ("gpus", "nproc", "world_size"),
             "leave it out: the launcher sets the number of ranks, as in `make phase3 GPUS=4`",
         ),
-        "wandb_log": "use --track=wandb instead, a flag of the observer operate",
+        "wandb_log": "use --track=wandb instead, a flag of the observer operate (in a config file: wandb_log = False)",
         "wandb_project": "set the environment variable WANDB_PROJECT instead",
         "wandb_run_name": "set the environment variable WANDB_NAME instead",
     }

@@ -72,15 +72,14 @@ class ShardedMuon(SharedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix. `closure`, if given, computes the loss first. Collective.
+        """Update every matrix with a gradient. `closure`, if given, computes the loss first. Collective.
 
         Raises:
-            RuntimeError: a matrix has no gradient.
+            RuntimeError: no matrix has a gradient.
         """
         loss = run_closure(closure)
-        for param in self.options:
-            if param.grad is None:
-                raise RuntimeError(f"a matrix of shape {tuple(param.shape)} has no gradient: call backward() first")
+        if all(param.grad is None for param in self.options):
+            raise RuntimeError("no matrix has a gradient: call backward() first")
         to_owners: Received | None = self._send_to_owners(0)
         to_shards: Received | None = None
         for i, current in enumerate(self.rounds):
@@ -104,7 +103,9 @@ class ShardedMuon(SharedOptimizer):
         """Update the momentum of a round, and return this rank's rows of the updates: 1-D, bf16, in `local_order`."""
         updates = []
         for param in matrices.local_order:
-            assert param.grad is not None
+            if param.grad is None:  # the same ones on every rank
+                updates.append(torch.zeros(local_shard(param).numel(), dtype=torch.bfloat16, device=self.device))
+                continue
             options, state = self.options[param], self.state[param]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(param.grad)
@@ -146,6 +147,8 @@ class ShardedMuon(SharedOptimizer):
         for param, shard, update in zip(
             matrices.local_order, shards, rows.split([shard.numel() for shard in shards]), strict=True
         ):
+            if param.grad is None:
+                continue
             options = self.options[param]
             shard.mul_(1 - options["lr"] * options["weight_decay"])
             scale = 0.2 * math.sqrt(max(param.shape))  # gives the update the RMS of AdamW's updates (Liu et al. 2025)

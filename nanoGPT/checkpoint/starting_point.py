@@ -21,7 +21,7 @@ from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
 from nanoGPT.files import is_present
-from nanoGPT.job.schema import check_schema
+from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import GPT, MODULES, ModelConfig, find_architecture, make_shape
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
 from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
@@ -108,22 +108,44 @@ def check_model(shape: ModelConfig) -> None:
     Raises:
         ConfigError: it has something that they would not store, or its shape does not describe it.
     """
-    with torch.device("meta"):
-        model = shape.change(n_layer=2).create_model()
-    names, all_names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
+    problem = find_problem_of_shape(shape) or find_problem_of_model(shape.change(n_layer=2))
+    if problem:
+        raise ConfigError(f"--model={shape.model} cannot be trained: {problem}")
+
+
+def find_problem_of_shape(shape: ModelConfig) -> str:
+    """Return why a checkpoint could not store a shape; "" if it can."""
+    fields = getattr(type(shape), "__dataclass_fields__", {})
+    if "__dataclass_fields__" not in vars(type(shape)):
+        return "its class Shape is no dataclass"
     if "create_model" not in vars(type(shape)):
-        problem = "its class Shape has no method create_model"
-    elif not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
-        problem = f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT"
-    elif extra := sorted(model.state_dict().keys() - all_names):
-        problem = f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
-    elif shared := sorted(all_names - names - shape.tied_names().keys()):
-        problem = f"{shared[0]} is another name of a parameter: add it to tied_names()"
-    elif scalars := [name for name, param in model.named_parameters() if not param.dim()]:
-        problem = f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"
-    else:
-        return
-    raise ConfigError(f"--model={shape.model} cannot be trained: {problem}")
+        return "its class Shape has no method create_model"
+    if others := sorted(vars(shape).keys() - fields.keys()):
+        return f"its class Shape sets {others[0]}, which is not a field: compute it in the model"
+    try:
+        check_schema(vars(shape), type(shape))
+    except SchemaError as error:
+        return f"a value of its class Shape has another type than the field ({error}): correct the annotation"
+    return ""
+
+
+def find_problem_of_model(shape: ModelConfig) -> str:
+    """Return why a model of this shape cannot be trained; "" if it can."""
+    with torch.device("meta"):
+        model = shape.create_model()
+    names, all_names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
+    count = sum(param.numel() for param in model.parameters())
+    if not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
+        return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT"
+    if extra := sorted(model.state_dict().keys() - all_names):
+        return f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
+    if shared := sorted(all_names - names - shape.tied_names().keys()):
+        return f"{shared[0]} is another name of a parameter: add it to tied_names()"
+    if scalars := [name for name, param in model.named_parameters() if not param.dim()]:
+        return f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"
+    if count != shape.count_params():
+        return f"its count_params() returns {shape.count_params():,} for 2 blocks, but they have {count:,} parameters"
+    return ""
 
 
 def find_blocks(model: GPT) -> torch.nn.Module | None:

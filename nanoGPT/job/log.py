@@ -109,7 +109,8 @@ class Log(Observer):
         """Open the files on rank 0. Return the tokens of all earlier steps."""
         path = self.out_dir / "metrics.jsonl"
         count, shape = self.config.gradient_accumulation_steps, f"{self.config.batch_size} x {self.config.block_size}"
-        text = f"{self.tokens_per_step:,} tokens per step: {count} micro-batches of {shape}, on any number of ranks"
+        text = f"{self.tokens_per_step:,} tokens of {self.config.dataset} per step: {count} micro-batches of {shape}, "
+        text += "on any number of ranks"
         try:
             lines = read_lines_before(path, self.first_step)
             tokens_before = count_tokens(self.out_dir, lines, self.first_step, self.tokens_per_step)

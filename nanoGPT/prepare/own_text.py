@@ -74,6 +74,10 @@ class OwnText:
     ignored: int = field(init=False)
 
     def __post_init__(self) -> None:
+        if not self.path.exists():
+            raise ConfigError(
+                f"--input={self.path} does not exist: give a .txt, .jsonl or .parquet file, or a directory"
+            )
         files = sorted(list_files(self.path)) if self.path.is_dir() else [self.path]
         self.files = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
         self.ignored = len(files) - len(self.files)
@@ -102,8 +106,11 @@ class OwnText:
                             print(f"skipped {file}, {piece}")
                     elif piece[0]:
                         yield piece
-            except (OSError, UnicodeDecodeError) as error:
+            except OSError as error:
                 raise ConfigError(f"{file} cannot be read ({error}): correct it, or remove it") from None
+            except UnicodeDecodeError as error:
+                advice = f"`grep -naxv '.*' {quote(str(file))}` shows the lines"
+                raise ConfigError(f"{file} is not UTF-8 ({error.reason}): correct or convert it; {advice}") from None
 
     def _read_text(self, file: Path) -> Iterator[Piece]:
         rest, is_first = "", True
@@ -236,11 +243,20 @@ class Sample:
         return self.length * tokens // sum(map(len, self.parts))
 
 
-def describe_losses(tokenizer: Tokenizer, sample: Sample) -> None:
-    """Print which characters a tokenizer cannot encode, and if nothing separates documents."""
+def describe_losses(tokenizer: Tokenizer, sample: Sample, characters: set[str]) -> None:
+    """Print which characters of a text a tokenizer cannot encode, and if nothing separates documents.
+
+    A character counts as encoded if it is in the decoded sample, or stays when it is a word of its own.
+    """
     text = "".join(sample.parts)
-    if missing := "".join(sorted({*text} - {*tokenizer.decode(tokenizer.encode(text))}))[:50]:
-        print(f"the tokenizer changes or drops these characters of the text: {missing!r}")
+    kept = {*tokenizer.decode(tokenizer.encode(text))}
+    try:
+        kept |= {*tokenizer.decode(tokenizer.encode(" ".join(sorted(characters))))}
+    except ConfigError:  # a tokenizer of words, which has no token for other ones
+        characters = {*text}
+    if missing := sorted(characters - kept):
+        first = "".join(missing)[:50]
+        print(f"the tokenizer changes or drops {len(missing):,} of the {len(characters):,} characters: {first!r}")
     if not find_separator(tokenizer):
         print("the tokenizer has no token for the end of a text or a line: nothing separates documents")
     elif tokenizer.end_of_text is None:
@@ -329,7 +345,7 @@ def prepare_own_text(text: OwnText, name: str | None, tokenizer: str | None, sha
         )
     tokens = sample.estimate_tokens(loaded)
     if identity["name"] == "tokenizers":
-        describe_losses(loaded, sample)
+        describe_losses(loaded, sample, characters)
     source = {
         "text_sha256": digest,
         "files": [{"name": file.name, "bytes": size_of(file)} for file in text.files[:1000]],

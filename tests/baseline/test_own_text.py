@@ -176,10 +176,10 @@ def test_another_dataset_is_never_overwritten(tmp_path, data):
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
-    "missing": (lambda folder: folder / "none.txt", "char", "is no .txt, .jsonl or .parquet file"),
+    "missing": (lambda folder: folder / "none.txt", "char", "none.txt does not exist"),
     "short": (lambda folder: write(folder / "a.txt", b"short"), "char", "has 5 characters of text: use at least 100"),
     "field": (lambda folder: write(folder / "a.jsonl", {"body": POEM}), "char", "0 characters .* or correct --field"),
-    "encoding": (lambda folder: write(folder / "a.txt", b"\xff" * 200), "char", "a.txt cannot be read"),
+    "encoding": (lambda folder: write(folder / "a.txt", b"\xff" * 200), "char", "a.txt is not UTF-8 .*grep -naxv"),
     "tokenizer": (lambda folder: write(folder / "a.txt", POEM.encode()), "char2", "is neither char, nor gpt2"),
     "parquet": (lambda folder: write(folder / "a.parquet", b"x" * 200), "char", "has no readable column `text`"),
 }
@@ -369,10 +369,10 @@ def test_settings_for_inputs_of_a_model_do_not_cut_the_text(tmp_path, data, caps
     assert read_text(data / "cut") == POEM and read_ids(data / "cut") == exact
     content = json.loads(path.read_text())
     content["model"]["vocab"].pop("z")
-    write(tmp_path / "z.txt", ("zoo\n" + POEM).encode())
+    write(tmp_path / "z.txt", (1000 * POEM + "zoo\n").encode())
     (tmp_path / "drop.json").write_text(json.dumps(content))
     prepare_own_text(OwnText(tmp_path / "z.txt"), "drop", str(tmp_path / "drop.json"))
-    assert "changes or drops these characters of the text: 'z'" in capsys.readouterr().out
+    assert "changes or drops 1 of the 17 characters: 'z'" in capsys.readouterr().out  # although it is in no sample
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "rose": 1}))
     words.save(str(tmp_path / "words.json"))
     with pytest.raises(ConfigError, match="cannot encode the text"):

@@ -101,9 +101,11 @@ class OddMatrices(nn.Module):
         self.matrices = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
 
-def make_gradients(step: int) -> list[torch.Tensor]:
+def make_gradients(step: int) -> list[torch.Tensor | None]:
+    """Return the gradients of a step. In step 1, the last matrix has none."""
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(m.shape, generator=generator) for m in OddMatrices().matrices]
+    grads: list[torch.Tensor | None] = [torch.randn(m.shape, generator=generator) for m in OddMatrices().matrices]
+    return grads if step != 1 else [*grads[:-1], None]
 
 
 def train_with_each_round_size() -> list[dict[str, Any]]:
@@ -126,7 +128,9 @@ def train_odd_matrices(round_bytes: int) -> dict[str, Any]:
     muon.orthogonalize = count
     for step in range(3):
         for param, grad in zip(model.parameters(), make_gradients(step), strict=True):
-            param.grad = DTensor(split_like(param, grad), param._spec, requires_grad=False)
+            param.grad = None
+            if grad is not None:
+                param.grad = DTensor(split_like(param, grad), param._spec, requires_grad=False)
         for param, grad in zip(reference.parameters(), make_gradients(step), strict=True):
             param.grad = grad
         optimizer.step()

@@ -16,6 +16,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.llama import LlamaConfig
 from nanoGPT.model import KVCache, make_shape
+from nanoGPT.observers import add_flags
 from nanoGPT.train_config import TrainConfig, validate
 from phase2_triton.apply import apply_kernels
 from tests.helpers.programs import assert_refused, make_flags, run_program
@@ -134,7 +135,8 @@ def test_transformers_computes_the_same_logits(tied, tmp_path):
         for net in (ours, again):
             torch.testing.assert_close(net.compute_logits(net.compute_features(IDX)), expected, atol=1e-4, rtol=1e-5)
     config = json.loads((tmp_path / "config.json").read_text())
-    for field in ({"attention_bias": True}, {"rope_parameters": {"rope_type": "llama3"}}, {"head_dim": 4}):
+    scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}}  # in addition to rope_parameters
+    for field in ({"attention_bias": True}, {"rope_parameters": {"rope_type": "llama3"}}, {"head_dim": 4}, scaled):
         (tmp_path / "config.json").write_text(json.dumps({**config, **field}))
         with pytest.raises(ConfigError, match="supports only"):
             read_weights(str(tmp_path))
@@ -189,6 +191,7 @@ def test_the_model_of_the_guide_works(tmp_path, monkeypatch):
     assert gap(losses(one), losses(two)) <= 1e-6
     exported = run_program("nanoGPT.export", f"--out_dir={two}", f"--to={tmp_path / 'hf'}", **environment)
     assert_refused(exported, "--model=my_llama has no format of Hugging Face: export it with --format=ckpt")
+    assert not (tmp_path / "hf").exists()
     monkeypatch.syspath_prepend(tmp_path)
     shape = read_weights(str(two)).shape
     params = sum(p.numel() for p in shape.create_model().parameters())
@@ -244,6 +247,17 @@ MISTAKES = {
     "tied": (INIT, f"{INIT}        self.lm_head.weight = self.model['embed_tokens'].weight\n", "add it to tied_names"),
     "blocks": ("    def create", '    BLOCKS = "model.blocks"\n\n    def create', "model.blocks, its BLOCKS, is no"),
     "scalar": (INIT, f"{INIT}        self.a = nn.Parameter(ONES[0])\n", "a has no dimension"),
+    "no annotation": ('model: Literal["my_llama"]', "model", "a value of its class Shape has another type"),
+    "no dataclass": ("@dataclass\n", "", "its class Shape is no dataclass"),
+    "attribute": (
+        "    def create",
+        "    def __post_init__(self):\n        self.a = 1\n\n    def create",
+        "sets a, which",
+    ),
+    "wrong count": ("return super", "return 1 + super", "returns 2,745 for 2 blocks, but they have 2,744"),
+    "foreign flags": ("\n\nclass Squared", "\n\nclass Flags:\n    pass\n\nclass Squared", "does not extend Flags"),
+    "syntax": ("class MyLlama(Llama):", "class MyLlama(Llama)", "cannot be imported .SyntaxError"),
+    "import": ("from torch import nn", "import missing_package", "No module named 'missing_package'.*PYTHONPATH"),
 }
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 9}
 
@@ -260,6 +274,7 @@ def test_a_mistake_in_a_model_is_refused(name, tmp_path, monkeypatch):
     (tmp_path / f"{module}.py").write_text("import torch\nONES = torch.ones(3)\n" + code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=words):
+        add_flags(TrainConfig, "", module)
         check_model(make_shape({**SHAPE, "model": module}))
 
 
