@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from nanoGPT.distributed.sharding import row_range
 from nanoGPT.model import GPT, GPTConfig
+from phase3_fsdp import by_hand
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
 from phase3_fsdp.by_hand import HandmadeFSDP
+from tests.helpers.delays import delay
 from tests.helpers.programs import Program
 from workshop.lessons.by_hand import compare_with_fully_shard, print_versions
 from workshop.ranks import run_on_ranks
@@ -123,6 +125,17 @@ def test_it_trains_like_the_full_model(kind, mode, ranks):
         assert report["most"] <= 3 and report["is_free"] and report["evaluated"] < 1e-6 and report["gap"] < 1e-4
         assert report["gathered"] == report["formula"]
     assert sum(report["stored"] for report in reports) == reports[0]["params"]
+
+
+def train_by_hand_with_delays() -> dict[str, Any]:
+    by_hand.all_gather = delay(by_hand.all_gather)
+    return train_by_hand("gpt", "none", torch.float32)
+
+
+def test_it_waits_for_its_collectives():
+    """With delayed all-gathers, losses and gradient norms are those of the full model."""
+    for loss, norm, full_loss, full_norm in run_on_ranks(train_by_hand_with_delays, 2, show=False)[0]["results"]:
+        assert loss == pytest.approx(full_loss, abs=1e-6) and norm == pytest.approx(full_norm, abs=1e-5)
 
 
 def train_without_root() -> list[tuple[float, float]]:

@@ -292,12 +292,16 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
         "Leave the gradient None.",
     )
     check_final_params(sharded, list(model.parameters()), expected["params"])
+    check_free(sharded)
+    check_reduction_in_fp32()
+
+
+def check_free(sharded: HandmadeFSDP) -> None:
     for unit in sharded.units:
         unit.free()
         unit.start_all_gather()
         unit.free()
         expect(unit.pending is None, "After `free`, a unit still has the buffer of its prefetch: clear self.pending.")
-    check_reduction_in_fp32()
 
 
 def check_reduction_in_fp32() -> None:
