@@ -33,8 +33,9 @@ LINK_OR_CODE = re.compile(
 )
 
 # The chapters of the table of contents: a title, and the patterns of its pages in order.
+EXPLORERS = ("ring", "fsdp_step", "will_it_fit", "flash_attention", "kill_save")  # in the order of the notebooks
 CHAPTERS = (
-    ("Explore", ("workshop/site/pages/*.md",)),
+    ("Explore", tuple(f"workshop/site/pages/{name}.md" for name in EXPLORERS)),
     ("Notebooks", (NOTEBOOKS,)),
     ("Phases", ("phase*/*.md",)),
     ("Documents", ("docs/*.md", "workshop/GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md")),

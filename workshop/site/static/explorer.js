@@ -14,7 +14,7 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-const rankColors = ["#8ecae6", "#ffd166", "#f4978e", "#a7c957", "#cdb4db", "#90be6d", "#e5989b", "#adb5bd"]; // as in the notebooks
+const rankColors = ["#8ecae6", "#ffd166", "#f4978e", "#a7c957", "#cdb4db", "#f3722c", "#277da1", "#adb5bd"]; // the first five as in the notebooks
 const memoryColors = ["#4c78a8", "#e45756", "#b279a2", "#f2a93b", "#54a24b", "#9d9d9d"]; // as in the notebooks
 
 const formatBytes = (bytes) => `${Math.round(bytes).toLocaleString("en-US")} bytes`;
@@ -56,10 +56,12 @@ function makeScroll(label, ...children) {
 function askFirst(root, question, choices, answer, format, reveal, source = "the recorded value is") {
   const verdict = make("p", { class: "verdict", role: "status" });
   const revealOnce = () => {
+    if (!verdict.textContent) verdict.textContent = `${source[0].toUpperCase()}${source.slice(1)} ${format(answer)}.`;
     skip.remove();
     if (!root.classList.contains("is-revealed")) {
       root.classList.add("is-revealed");
       reveal();
+      root.querySelector(".controls .next")?.focus();
     }
   };
   const buttons = choices.map((choice) =>
@@ -97,6 +99,10 @@ function addStepper(root, label, count, show) {
     button("Back", "back", () => { stop(); go(position - 1); }),
     button("Next", "next", () => { stop(); go(position + 1); }),
     button("Last", "last", () => { stop(); go(Number(slider.max)); }), play);
+  controls.addEventListener("keydown", ({ key }) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[key];
+    if (by) { stop(); go(position + by); }
+  });
   root.append(controls, slider);
   return { go, setCount: (length) => { slider.max = length - 1; go(0); } };
 }

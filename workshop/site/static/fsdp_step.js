@@ -151,6 +151,10 @@ Explorers.fsdp_step = function (root, samples) {
       volume.textContent = `Each rank has sent ${formatBytes(tensors * (ranks - 1) / ranks)} with the ring algorithm.`;
       unitPlot.replaceChildren(drawUnits(run(), position, Math.max(560, root.clientWidth)));
       markers.forEach((move, rank) => move(begins[rank % ranks][position + 1] ?? lastEnd));
+      for (const plot of [timeline, memoryPlot]) { // keep the lines visible on a narrow screen
+        const area = plot.parentElement, part = (begins[0][position + 1] ?? lastEnd) / lastEnd;
+        area.scrollLeft = part * area.scrollWidth - area.clientWidth / 2;
+      }
       totals.replaceChildren("The vertical lines show where each rank has finished this event. Memory after it: ", ...memory.flatMap((byEvent, rank) => [
         `${rank ? "; " : ""}rank ${rank}: `, make("span", { class: "total" }, formatBytes(sum(byEvent[position])))]), ".");
     }

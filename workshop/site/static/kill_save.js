@@ -42,7 +42,7 @@ Explorers.kill_save = function (root, samples) {
         state: findState(folder, kill.step), title: `killed ${kill.point}: ${folder}, ${states[findState(folder, kill.step)]}` })));
     const folders = [...new Set(bars.map(({ folder }) => folder))].sort(compare), numbers = all.map((_, moment) => moment);
     return drawPlot("bytes of each directory after a kill at each moment", {
-      width, height: 40 + 62 * folders.length, marginLeft: 104, marginRight: 8, marginBottom: 36,
+      width, height: 40 + 62 * folders.length, marginLeft: 124, marginRight: 8, marginBottom: 36,
       x: { domain: numbers, tickFormat: (moment) => String(moment + 1), label: "moment of the kill", tickSize: 0 },
       y: { axis: null }, fy: { domain: folders, label: null, padding: 0.15, tickFormat: (folder) => folder.replace(/-0+/, "-") },
       color: { domain: Object.keys(states), range: colors },

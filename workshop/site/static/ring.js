@@ -37,11 +37,12 @@ function findCrossover(first, second, latency, bandwidth) {
 
 // Draw the ranks on a circle with their chunks, and an arrow for each message of a step. A chunk has one stripe for each
 // rank whose values it contains.
-function drawRing(chunks, sends, isRing) {
-  const count = chunks.length, width = 620, height = 400, chunkWidth = Math.min(38, 150 / count), gap = chunkWidth / 8, rowHeight = 30;
+function drawRing(chunks, sends, isRing, space) {
+  const count = chunks.length, isLarge = count > 4, width = isLarge ? Math.max(800, space) : Math.max(330, Math.min(620, space)), height = isLarge ? 540 : 400;
+  const chunkWidth = Math.min(38, 150 / count), gap = chunkWidth / 8, rowHeight = 30;
   const boxes = chunks.map((_, rank) => {
     const angle = 2 * Math.PI * rank / count - Math.PI / 2;
-    return { rank, x: width / 2 + 215 * Math.cos(angle), y: height / 2 + 140 * Math.sin(angle) };
+    return { rank, x: width / 2 + (width / 2 - 82) * Math.cos(angle), y: height / 2 + (height / 2 - 60) * Math.sin(angle) };
   });
   const left = ({ x }) => x - count * chunkWidth / 2;
   const cells = boxes.flatMap((box) => chunks[box.rank].map((value, chunk) => ({
@@ -111,7 +112,8 @@ Explorers.ring = function (root, samples) {
     const run = () => find(collective.value, ranks.value, algorithm.value);
     const stepper = addStepper(root, "step of the collective", run().steps.length + 1, show);
     const legend = make("div");
-    root.append(sentence, legend, makeScroll("picture of the ring", picture), volume, makeScroll("chunks of all ranks", table));
+    const area = makeScroll("picture of the ring", picture);
+    root.append(sentence, legend, area, volume, makeScroll("chunks of all ranks", table));
     const showCosts = addCosts(() => [collective.value, Number(ranks.value)]);
     restart();
 
@@ -133,13 +135,14 @@ Explorers.ring = function (root, samples) {
         ? `Step ${step + 1} of ${steps.length}: ` + sends.flatMap(({ to, chunk }, rank) =>
           (to === undefined ? [] : [`rank ${rank} sends ${what(chunk)} to rank ${to}`])).join("; ") + "."
         : `After ${steps.length} of ${steps.length} steps: ${describeEnd(collective.value)}`;
-      picture.replaceChildren(drawRing(chunks, sends, run().algorithm === "ring"));
+      picture.replaceChildren(drawRing(chunks, sends, run().algorithm === "ring", area.clientWidth));
+      table.classList.toggle("many", count > 4);
       const header = make("tr", {}, make("th", {}, ""),
         ...chunks.map((_, chunk) => make("th", { scope: "col" }, `chunk ${chunk}`)));
       table.replaceChildren(header, ...chunks.map((values, rank) => make("tr", {},
         make("th", { scope: "row" }, `rank ${rank}`),
         ...values.map((value, chunk) => showChunk(value, count, sends && [chunk, ALL_CHUNKS].includes(sends[rank].chunk))))));
-      volume.textContent = `Rank 0 has sent ${formatBytes(sentBy(run(), 0, step))}. ` +
+      volume.textContent = `Rank 0 has sent ${formatBytes(sentBy(run(), 0, step))}. The tensor has ${formatBytes(run().tensor_bytes)}. ` +
         `The formula gives ${formatBytes(predicted)} for rank 0 in all steps.`;
     }
   }
@@ -174,7 +177,7 @@ Explorers.ring = function (root, samples) {
       rows.push(...measured.map((row) => [`gloo (measured average, ${row.hardware})`, "-", formatBytes(row.sent_per_tensor_byte * bytes), "-"]));
       table.replaceChildren(makeTable({ class: "costs" }, [["algorithm", "steps", "volume per rank, maximum", "predicted time"], ...rows]));
       sentence.textContent = [tree ? compare(ring, tree, alpha, beta) : "A tree sends full tensors, so it suits only all-reduce and broadcast.",
-        measured.length ? "" : `Nobody has measured what gloo sends for this collective on ${ranks} ranks.`].join(" ").trim();
+        measured.length ? "" : `What gloo sends for this collective on ${ranks} ranks is not measured.`].join(" ").trim();
     }
   }
 

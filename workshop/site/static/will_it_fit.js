@@ -30,9 +30,9 @@ Explorers.will_it_fit = function (root, samples) {
     });
     const sentence = make("p", { class: "sentence", role: "status" });
     const legend = make("p", { class: "legend" }, ...categories.flatMap((name, i) => [
-      make("span", { class: "key", style: `background:${memoryColors[i]}` }),
-      `${name === "gathered" ? "all-gathered parameters" : name.replaceAll("_", " ")}  `]),
-      make("span", { class: "key limit" }), "usable memory of the GPU");
+      make("span", { class: "entry" }, make("span", { class: "key", style: `background:${memoryColors[i]}` }),
+        name === "gathered" ? "all-gathered parameters" : name.replaceAll("_", " ")), " "]),
+      make("span", { class: "entry" }, make("span", { class: "key limit" }), "usable memory of the GPU"));
     const drawing = makeScroll("peak memory of every row"), output = makeScroll("the plan");
     root.append(...boxes, sentence, legend, drawing, output);
     show();
@@ -65,15 +65,19 @@ Explorers.will_it_fit = function (root, samples) {
   // Draw the peak memory of every row by category, up to twice the usable memory of the GPU.
   function drawMemory(options, first, width) {
     const usable = planner.usableBytes(options.gpu) / constants.GIB;
-    const bars = numbers.filter((row) => !planner.findProblem({ ...options, row })).flatMap((row) => planner.plan({ ...options, row }).peak
+    const isNarrow = width < 600, planned = numbers.filter((row) => !planner.findProblem({ ...options, row }));
+    const totals = planned.map((row) => ({ row, gib: planner.plan({ ...options, row }).peak_bytes / constants.GIB }));
+    const bars = planned.flatMap((row) => planner.plan({ ...options, row }).peak
       .map((bytes, i) => ({ row, category: categories[i], gib: bytes / constants.GIB, title: `${categories[i]}: ${inGib(bytes)}` })));
     return drawPlot("peak memory of every row", {
-      width, height: 60 + 30 * rows.length, marginLeft: width < 600 ? 150 : 330, marginRight: 16, marginBottom: 40,
-      x: { domain: [0, 2 * usable], clamp: true, grid: true, label: "peak memory per GPU (GiB)", ticks: width < 600 ? 4 : 8 },
-      y: { domain: numbers, label: null, tickSize: 0, tickFormat: (row) => shorten(rows[row].name, width < 600 ? 19 : 44) },
+      width, height: 60 + 30 * rows.length, marginLeft: isNarrow ? 180 : 400, marginRight: 16, marginBottom: 40,
+      x: { domain: [0, 2 * usable], clamp: true, grid: true, label: "peak memory per GPU (GiB)", ticks: isNarrow ? 4 : 8 },
+      y: { domain: numbers, label: null, tickSize: 0, tickFormat: (row) => (isNarrow ? shorten(rows[row].name) : rows[row].name) },
       color: { domain: categories, range: memoryColors },
       marks: [
         Plot.barX(bars, { x: "gib", y: "row", fill: "category", title: "title", order: categories }),
+        Plot.text(totals.filter(({ gib }) => gib > 2 * usable), { x: () => 2 * usable, y: "row", text: ({ gib }) => `${gib.toFixed(0)} GiB >`,
+          textAnchor: "end", dx: -4, fill: "white", fontWeight: 600 }),
         Plot.ruleX([usable], { stroke: "currentColor", strokeWidth: 3 }),
         Plot.barX(first === undefined ? [] : [first], { x1: 0, x2: 2 * usable, y: (row) => row, fill: "none",
           stroke: "var(--color-brand-primary)", strokeWidth: 2 }),
@@ -81,7 +85,8 @@ Explorers.will_it_fit = function (root, samples) {
     });
   }
 
-  function shorten(name, length) { return name.length > length ? `…${name.slice(1 - length)}` : name; }
+  // Return a name that fits on a narrow screen: the values of the options without their names.
+  function shorten(name) { return name.replaceAll(/=True|(zero_|checkpointing=|kernels=|cpu_)/g, "").replace("stage=2", "ZeRO-2"); }
 
   function showRow(row, options, first) {
     const name = make("span", {}, make("span", { class: row === first ? "first-fitting" : "" }, rows[row].name),
