@@ -58,7 +58,7 @@ def all_gather(local: Tensor) -> Tensor:
         local: this rank's chunk, 1-D, of the same length on every rank.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    full = local.new_empty(ranks * len(local))
+    full = torch.empty(ranks * len(local), dtype=local.dtype, device=local.device)
     chunks = full.chunk(ranks)
     chunks[rank].copy_(local)
     for step in range(ranks - 1):

@@ -64,7 +64,7 @@ EXERCISES = [
         line="outgoing, incoming",
         mistakes=(
             plant_mistake("(rank - step) % ranks, (rank", "rank, (rank", "passes on the chunk that it received"),
-            plant_mistake("    chunks[rank].copy_(local)\n", "", "copy the local chunk into its place"),
+            plant_mistake("    chunks[rank].copy_(local)\n", "", "Copy the local chunk there first"),
             plant_mistake("(rank - step - 1) % ranks", "(rank + step + 1) % ranks", "wrong values in the chunks"),
         ),
         on_hang=NO_RECEIVER,

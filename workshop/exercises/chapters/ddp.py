@@ -43,8 +43,9 @@ EXERCISES = [
         let `wait` finish all of them. self.buckets has the parameters of each bucket, self.bucket_of[param] is the
         number of a bucket, self.missing counts the gradients of each bucket that are not ready, and self.started
         lists the buckets that have started; self._begin_step() resets the last two. The hook also runs in earlier
-        micro-batches, where self.is_last is False. On another rank gradients may arrive in another order, and a
-        bucket may have none.""",
+        micro-batches, where self.is_last is False. On another rank gradients may arrive in another order, but all
+        ranks must start the buckets in one order. A bucket may have no gradients, on all ranks: its buffer is empty.
+        self._grads(bucket) returns the gradients of a bucket. At its end, `wait` calls self._begin_step().""",
         minutes=25,
         difficulty="medium",
         ranks=2,

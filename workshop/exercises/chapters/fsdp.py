@@ -110,8 +110,8 @@ EXERCISES = [
         output of an all-gather and its handle into self.pending, unless self.is_full or it has already started. Call
         it, wait, give each parameter its memory back, and copy the rows of all ranks to their places. self.ranks is
         N, and self.sizes are the elements that a rank has sent of each parameter, with padding. Then set self.is_full
-        and clear self.pending. `free` takes the memory away again, also what was only prefetched. Autograd has saved
-        these tensors: it must find the same values in the backward pass.""",
+        and clear self.pending. `free` takes the memory away again, also what was only prefetched (wait for it first).
+        Autograd has saved these tensors: in the backward pass it must find the same objects, with the same values.""",
         minutes=25,
         difficulty="hard",
         ranks=2,

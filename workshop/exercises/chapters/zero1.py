@@ -46,7 +46,7 @@ EXERCISES = [
         targets=("phase1_zero1.buckets:Bucket._partition",),
         task="""A reduce-scatter needs N slices of equal length. Return the padded length of a bucket with `numel`
         elements, and the slice of rank self.rank of self.world_size. Each slice begins at a multiple of ALIGN
-        elements.""",
+        elements, with as little padding as possible.""",
         minutes=5,
         difficulty="easy",
         check=check_partition,
@@ -91,6 +91,7 @@ EXERCISES = [
             ),
             plant_mistake("Shard(param, index,", "Shard(param, 0,", "the index counts self.params"),
             plant_mistake("elements.start < elements.stop", "True", "A shard is empty"),
+            plant_mistake("elements.start < elements.stop", "elements.start <= elements.stop", "has no shard"),
             plant_mistake("is_low_precision = part.dtype", "is_low_precision = False and part.dtype", "a copy in fp32"),
             plant_mistake(
                 "tensor = part.float() if is_low_precision else part", "tensor = part.clone()", "take a view"
@@ -120,14 +121,13 @@ EXERCISES = [
         mistakes=(
             plant_mistake("dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "not the mean"),
             plant_mistake("self.group, async_op=True", "self.group", "waits for the other ranks"),
+            plant_mistake("self.group, async_op=True", "None, async_op=True", "failed on a rank"),
             plant_mistake(
                 "return reduce_scatter(local_grads, self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
                 "return dist.all_reduce(self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
                 "sends twice the bytes of a reduce-scatter",
             ),
-            plant_mistake(
-                "reduce_scatter(local_grads,", "reduce_scatter(local_grads.clone(),", "into this rank's slice"
-            ),
+            plant_mistake("reduce_scatter(local_grads,", "reduce_scatter(local_grads.clone(),", "In this rank's slice"),
         ),
     ),
     Exercise(

@@ -100,7 +100,10 @@ def check_all_gather(answer: ModuleType, _: Any) -> None:
         result.shape == full.shape, f"The result has the shape {tuple(result.shape)} instead of {tuple(full.shape)}."
     )
     wrong = [i for i in range(ranks) if not torch.equal(result.chunk(ranks)[i], values[i])]
-    expect(rank not in wrong, f"Chunk {rank} on rank {rank} is not its own: copy the local chunk into its place first.")
+    expect(
+        rank not in wrong,
+        f"Chunk {rank} on rank {rank} is not its own: chunk r comes from rank r. Copy the local chunk there first.",
+    )
     expect(
         not wrong,
         f"Rank {rank} has wrong values in the chunks {wrong}. In step s, a rank passes on the chunk that it received "

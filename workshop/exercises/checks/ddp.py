@@ -65,7 +65,8 @@ def check_gradients(model: nn.Module, expected: list[Tensor | None], own: list[T
             is_close(param.grad, mean),
             f"The gradient of {name} is not the mean over the ranks. Ranks match collectives by the order of their "
             "calls. If the gradients arrive in another order on another rank, the buckets must still start in one "
-            "order, and each buffer must be copied back into the parameters that it came from.",
+            "order, `wait` must wait for each handle, and each buffer must be copied back into the parameters that it "
+            "came from.",
         )
 
 
@@ -95,7 +96,11 @@ def check_buffer(answer: ModuleType, expected: list[Tensor | None]) -> None:
         "buffer, and all-reduce it once.",
     )
     gradient_bytes = sum(grad.nbytes for grad in expected if grad is not None)
-    expect(size == gradient_bytes, f"The collective has {size:,} bytes, but the gradients have {gradient_bytes:,}.")
+    expect(
+        size == gradient_bytes,
+        f"The collective has {size:,} bytes, but the gradients have {gradient_bytes:,}: a parameter without a gradient "
+        "has no place in the buffer.",
+    )
     check_gradients(model, expected, compute_own_gradients())
 
 
@@ -126,11 +131,12 @@ def check_overlap(answer: ModuleType, expected: list[Tensor | None]) -> None:
             "No collective starts before the backward pass has computed its last gradient, so nothing overlaps. Start "
             "the all-reduce of a bucket in the hook of its last gradient.",
         )
+        check_gradients(model, expected, compute_own_gradients())
         calls, size = count_calls(traffic)
-        expect(calls == len(average.buckets), f"{calls} collectives for {len(average.buckets)} buckets: one for each.")
+        count = len(average.buckets)  # one of them is empty, and needs no collective
+        expect(count - 1 <= calls <= count, f"{calls} collectives for {count} buckets: one for each.")
         gradient_bytes = sum(grad.nbytes for grad in expected if grad is not None)
         expect(size == gradient_bytes, f"The buckets have {size:,} bytes, but the gradients have {gradient_bytes:,}.")
-        check_gradients(model, expected, compute_own_gradients())
 
 
 def record_missing(model: nn.Module, run_backward: Callable[[], None]) -> list[int]:

@@ -266,7 +266,7 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
             step > 0 or is_close(loss, expected["losses"][0]),
             f"The first loss is {loss:.6f} instead of {expected['losses'][0]:.6f}: the unit does not compute with the "
             "parameters of all ranks. Rank r has sent its rows of every parameter, one parameter after another, with "
-            "padding. The first rows of a parameter come from rank 0.",
+            "padding. The first rows of a parameter come from rank 0. Wait for the all-gather before you copy.",
         )
         ratio = norm / expected["norms"][step]
         expect(
@@ -276,7 +276,7 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
         expect(
             is_close(ratio, 1.0, 1e-4),
             f"The gradient norm of step {step} is {ratio:.4f} times that of one process: a shard needs the gradient of "
-            "its own rows. Rank r receives row r of what is sent.",
+            "its own rows, divided once by N. Rank r receives row r of what is sent.",
         )
     root, *blocks = [ranks * sum(unit.sizes) * 4 for unit in sharded.units]
     gathered, enough = sum(unit.gathered for unit in sharded.units), 3 * 2 * (root + 2 * sum(blocks))

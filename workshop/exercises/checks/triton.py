@@ -77,7 +77,10 @@ def check_layer_norm(answer: ModuleType, _: Any) -> None:
         check_values(mean, x.mean(1), "mean", "Divide the sum by N, not by BLOCK.")
         exact = 1 / (x.var(1, correction=0) + 1e-5).sqrt()
         check_values(
-            rstd[:2], exact[:2], "rstd", "Lanes beyond the row must not count in the variance: mask the centred values."
+            rstd[:2],
+            exact[:2],
+            "rstd",
+            "Lanes beyond the row must not count in the variance: mask the centred values. Divide by N, not by N - 1.",
         )
         check_values(rstd, exact, "rstd of a constant row", "Add EPS to the variance.")
         expected = F.layer_norm(x, (N,), weight, bias if with_bias else None)

@@ -154,7 +154,7 @@ def check_partition(answer: ModuleType, _: Any) -> None:
                 all(start % ALIGN == 0 for start, _ in slices),
                 f"{text} Each slice must begin at a multiple of ALIGN = {ALIGN} elements, for vectorized kernels.",
             )
-            expect(length - numel < ALIGN * ranks, f"{text} This is more padding than one ALIGN per rank.")
+            expect(length - numel < ALIGN * ranks, f"{text} Pad as little as possible: less than one ALIGN per rank.")
 
 
 def check_shards(answer: ModuleType, _: Any) -> None:
@@ -199,6 +199,9 @@ def check_shards(answer: ModuleType, _: Any) -> None:
         f"The shards of all ranks have {int(covered)} elements together, but the parameters have {numel}: each "
         "element belongs to exactly one rank.",
     )
+    equal = [nn.Parameter(torch.zeros(2 * ALIGN)) for _ in range(dist.get_world_size())]
+    bucket = Bucket(equal, {"lr": 1e-3, "params": equal}, lambda shards, group: AdamW(shards), None)
+    expect(len(bucket.shards) == 1, "A parameter that ends where this rank's slice begins has no shard.")
     for dtype in (torch.bfloat16, torch.float16):
         halves = [nn.Parameter(p.detach().to(dtype)) for p in params]
         low = Bucket(halves, {"lr": 1e-3, "params": halves}, lambda shards, group: AdamW(shards), None)
@@ -213,8 +216,12 @@ def check_shards(answer: ModuleType, _: Any) -> None:
 
 
 def check_reduce(answer: ModuleType, expected: dict[str, Any]) -> None:
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
     params = [nn.Parameter(torch.zeros(64))]
-    bucket = Bucket(params, {"lr": 1e-3, "params": params}, lambda shards, group: AdamW(shards), None)
+    bucket = Bucket(
+        params, {"lr": 1e-3, "params": params}, lambda shards, group: AdamW(shards), pairs[dist.get_rank() // 2]
+    )
+    bucket.flat_grads.fill_(10.0 ** dist.get_rank())
     with shared_folder() as folder:
         deadline = time.monotonic() + 5
         while dist.get_rank() and not (folder / "returned").exists():
@@ -228,6 +235,9 @@ def check_reduce(answer: ModuleType, expected: dict[str, Any]) -> None:
         (folder / "returned").touch()
     expect(handle is not None, "The collective has returned no handle: return it, so that the caller can wait.")
     handle.wait()  # type: ignore[union-attr]
+    own, mean = bucket.flat_grads[bucket.local_slice][0].item(), 5.5 * 100 ** (dist.get_rank() // 2)
+    expect(own != 2 * mean, "In a group of two ranks, the result is the sum and not the mean.")
+    expect(own == mean, f"In this rank's slice of flat_grads is {own}, and the mean over the group is {mean}.")
     result = train_sharded(make_flat)
     ratio = result["norms"][0] / expected["norms"][0]
     ranks = dist.get_world_size()
