@@ -19,7 +19,7 @@ class HfCodec:
             raise ConfigError(
                 f"{folder} has no tokenizer that transformers can read ({str(error)[:200]}): copy the tokenizer's files"
             ) from None
-        self.ids = len(self.tokenizer)
+        self.ids = max(self.tokenizer.get_vocab().values()) + 1  # ids may have holes
         ends = {self.tokenizer.eos_token_id}
         sources = [config]
         with contextlib.suppress(OSError):  # chat models have this file

@@ -71,7 +71,7 @@ class OpenedHf:
         check_supported(self.config, folder)
         self.name, self.weights = str(folder), digest_files(str(folder))
         self.codec: TextCodec = HfCodec(folder, self.config)
-        self.context = int(getattr(self.config, "max_position_embeddings", 2048))
+        self.context = find_context(self.config)
 
     def load(self, spread: Spread, run: Runtime) -> LanguageModel:
         """Read this rank's part of the weights. Collective.
@@ -102,6 +102,18 @@ class OpenedHf:
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
         model.tie_weights()  # type: ignore[operator]
         return model
+
+
+def find_context(config: Any) -> int:
+    """Return the largest number of tokens of a sequence.
+
+    With longrope, it is that of the first training: beyond it, `transformers` changes the positions of all sequences of
+    a batch if one of them is longer, so answers would depend on the batch.
+    """
+    rope = {"rope_type": "default", **(getattr(config, "rope_parameters", None) or {})}
+    context = int(getattr(config, "max_position_embeddings", 2048))
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return min(context, int(original)) if rope["rope_type"] == "longrope" and original else context
 
 
 def check_supported(config: Any, folder: Path) -> None:

@@ -31,7 +31,8 @@ GENERATED = "arc-generated"
 SUFFIXES = (".json", ".jsonl")
 # A minus directly after a letter, a digit or a dot is no sign. A comma belongs to a number only before three digits.
 NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
-THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")  # LaTeX writes {,}
+# Thousands are one to three digits, and then groups of three. LaTeX writes {,} for the comma.
+THOUSANDS = re.compile(r"(?<![\d.])(?<!\d,)\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)")
 # A sign before a currency, and the signs of Unicode. Between digits, the en dash stands for a range.
 SIGN = re.compile("(?<![\\w.])[-\u2212\u2013](?:[$\u20ac\u00a3] ?)?(?=\\.?\\d)")
 
@@ -110,7 +111,8 @@ def find_last_number(text: str) -> Decimal | None:
 
     It is no float, because above 2^53 two different integers would be equal.
     """
-    if not (numbers := NUMBER.findall(SIGN.sub("-", THOUSANDS.sub("", text)))):
+    text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    if not (numbers := NUMBER.findall(SIGN.sub("-", text))):
         return None
     with contextlib.suppress(InvalidOperation):
         return Decimal(numbers[-1])

@@ -145,12 +145,13 @@ class Prompter:
 
     def read(self, ids: list[int], problem: Problem) -> str:
         """Return the answer in the generated token ids, without stop texts and special tokens."""
-        if self.form == "harmony":
-            return cut_text(self.codec.decode(self._select_final(ids)), self.stops)
-        return cut_text(self.codec.decode([i for i in ids if i not in self.ends]), self.find_stops(problem))
+        answer = [i for i in self.select_answer(ids) if i not in self.ends]
+        return cut_text(self.codec.decode(answer), self.find_stops(problem))
 
-    def _select_final(self, ids: list[int]) -> list[int]:
-        """Return the ids of the text in the channel `final`."""
+    def select_answer(self, ids: list[int]) -> list[int]:
+        """Return the ids of the answer: with Harmony, those of the text in the channel `final`."""
+        if self.form != "harmony":
+            return ids
         names = {number: name for name, number in self.special.items()}
         header: list[int] | None = None  # the tokens after <|channel|>
         channel, final = "", list[int]()

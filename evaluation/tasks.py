@@ -58,7 +58,7 @@ def write_tasks(
             return True
         if not stops:
             return False
-        text = prompter.codec.decode(generated[-4 * longest - 4 :])
+        text = prompter.codec.decode(prompter.select_answer(generated)[-4 * longest - 4 :])
         return any(stop in text for stop in stops)
 
     max_new = min(max_new, config.tokens or DEFAULT_TOKENS)

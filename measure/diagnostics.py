@@ -197,7 +197,7 @@ class Diagnostics:
         }
         weights = {name: compute_norm(param) for name, param in params.items()}
         norms = {"gradient_norms": self.gradients, "weight_norms": weights, "activation_rms": self.activations}
-        self._write(values | norms | {"time": time.time()})
+        self._write(values | norms | {"time": time.time(), "run": self.run.token})
         self.gradients, self.activations = {}, {}
         return values
 

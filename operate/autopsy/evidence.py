@@ -99,9 +99,13 @@ def read_evidence(folder: Path) -> Evidence:
     with contextlib.suppress(OSError):
         evidence.verdict = (folder / "stacks" / f"stalled-{token}.txt").read_text().strip()
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.jsonl").items():
-        evidence.records[rank] = read_json_lines(path)
+        if records := [
+            each for each in read_json_lines(path) if each.get("run", token) == token
+        ]:  # of the newest start
+            evidence.records[rank] = records
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.json").items():
-        evidence.summaries[rank] = read_json_object(path)
+        if rank in evidence.records:
+            evidence.summaries[rank] = read_json_object(path)
     for rank, path in read_by_rank(folder / "stacks", "collectives-rank*.json").items():
         for backend, dump in read_json_object(path).items():
             if isinstance(dump, dict) and "entries" in dump:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,21 @@ def test_packed_experts_are_unpacked(models, monkeypatch):
         rows = torch.stack([row for _, row in hf_files.read_rows(files, name, 1, 3, folder, part)]).float()
         assert torch.equal(rows, part.take(wanted[1:3]) if part else wanted[1:3])
         assert sizes[-2:] == [[16 * scales_of_part, scales_of_part]] * 2
+
+
+def test_ids_with_holes_and_longrope_are_supported(tmp_path):
+    """The largest id of a tokenizer can be generated. With longrope, the context is that of the first training."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"a": 0, "b": 1, "end": 500}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    from evaluation.hf_codec import HfCodec
+    from evaluation.hugging_face import find_context
+
+    assert HfCodec(tmp_path, None).ids == 501
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+    configs = [SimpleNamespace(max_position_embeddings=128, rope_parameters=each) for each in (rope, None)]
+    assert [find_context(config) for config in configs] == [40, 128]
 
 
 def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):

@@ -133,6 +133,9 @@ def test_a_directory_of_problems_is_read_in_order(tmp_path):
         ("3\u20135", "5", "numeric", True),
         ("-$ 23", "-23", "numeric", True),
         ("$9{,}500$", "9500", "numeric", True),
+        ("[0.5,100]", "100", "numeric", True),
+        ("[1500,200]", "200", "numeric", True),
+        ("1,234,567", "1234567", "numeric", True),
         ("\u0915\u093e", "\u0915\u0940", "normalized", False),  # Hindi: only the vowel sign differs
         ("3.5%", "3.5", "normalized", True),
         ("1.5 km", "15 km", "normalized", False),
@@ -177,6 +180,10 @@ def test_the_final_channel_of_harmony_is_the_answer():
     assert prompter.describe(generated, problem) == {"answer": "4", "text": codec.decode(generated)}
     stopped = Prompter("harmony", codec, ["END", "STOP"])
     assert stopped.read([*analysis, *final, *codec.encode("STOP END")], problem) == "4"
+    model: Any = SimpleNamespace(context=200, codec=codec)
+    (task,) = write_tasks(0, problem, stopped, model, SolveConfig(tokens=20))
+    thinking = codec.encode_all("<|channel|>", "analysis", "<|message|>", "STOP")
+    assert not task.has_ended(thinking) and task.has_ended([*thinking, *final, *codec.encode("STOP")])
     for ids in (analysis, codec.encode_all("<|channel|>", "  ", "<|message|>")):
         assert prompter.read(ids, problem) == ""
 

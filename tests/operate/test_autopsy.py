@@ -103,6 +103,12 @@ def test_the_newest_start_is_that_of_rank_0(tmp_path):
         beat = {"run": "new", "time": 1000.0} if rank < 2 else {"run": "old", "time": 4600.0}
         (tmp_path / "heartbeat" / f"rank{rank}.json").write_text(json.dumps(beat))
     assert [beat["run"] for beat in read_heartbeats(tmp_path).values()] == ["new", "new"]
+    (tmp_path / "diagnostics").mkdir()
+    for rank in range(4):
+        records = [{"run": run, "step": 1} for run in ("old", "new")[: 2 if rank < 2 else 1]]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "diagnostics" / f"rank{rank}.jsonl").write_text(text)
+    assert read_evidence(tmp_path).records == {rank: [{"run": "new", "step": 1}] for rank in range(2)}
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
