@@ -59,6 +59,7 @@ def generate_each_way(
 def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading(shape):
     """Greedy tokens are those of `GPT.generate`, sampled ones those of one rank: fsdp, offload, tp on 1, 2, 4 ranks."""
     cells = [("fsdp", 3), ("offload", 2), ("tp", 1), ("tp", 4)]
+    cells = cells if shape == SHAPE else cells[2:]
     model = create_gpt(shape).eval()
     reference = {
         task.problem: [int(column) for column in generate(model, torch.tensor([task.ids]), task.max_new, 0.0, None, 60)]
@@ -66,11 +67,11 @@ def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading(shape):
     }
     assert len({tuple(ids) for ids in reference.values()}) > 3  # the texts differ
     sampled = []
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 4) if shape == SHAPE else (2, 4):
         assert all(
             ids == reference for ids in run_on_ranks(generate_each_way, ranks, cells, Sampling(), shape, show=False)[-1]
         )
-    for ranks, ways in ((1, cells[:1]), (2, cells[1:3])):
+    for ranks, ways in ((1, cells[:1]), (2, cells[1:3])) if shape == SHAPE else ((1, cells[:1]), (2, cells[:1])):
         sampled += run_on_ranks(generate_each_way, ranks, ways, Sampling(0.8, seed=3), shape, show=False)[0]
     assert all(ids == sampled[0] for ids in sampled) and sampled[0] != reference
 
