@@ -65,6 +65,13 @@ def list_tasks(is_dry: bool) -> list[Task]:
     checked = [kernel for kernel in CASE_BUILDERS if kernel != "adamw"]  # the curves of phase 2 check AdamW
     tasks = [Task(f"check.{kernel}", 60, (kernel,)) for kernel in checked]
     tasks += [Task(f"curve.{name_trainer(*each)}", 240, each) for each in TRAINERS]
+    saves: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("baseline", {}),
+        ("phase1", {}),
+        ("phase3", {}),
+        ("phase3", {"async_save": True}),
+    )
+    tasks += [Task("_".join([f"resume.{phase}", *options]), 240, (phase, options)) for phase, options in saves]
     tasks += list_throughput("gpt2", 150)
     tasks += [Task(f"times.{kernel}", 120, (kernel,)) for kernel in CASE_BUILDERS]
     tasks.append(Task("tuning", 900))

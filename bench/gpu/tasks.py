@@ -4,6 +4,7 @@ A function gets the `Place` and the arguments of its task, and returns a JSON ob
 task with `problems` has failed.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -118,13 +119,19 @@ def tune_tiles(place: Place) -> dict[str, Any]:
     return {"summary": f"if all checks pass with it, copy {path.name} to phase2_triton/kernels/"}
 
 
-def train(place: Place, phase: str, model: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Train GPT-2 in this process without a checkpoint or an evaluation, and return losses, times and memory."""
+def train(
+    place: Place, phase: str, model: str, fields: dict[str, Any], saved_run: Path | None = None
+) -> dict[str, Any]:
+    """Train GPT-2 in this process, and return losses, times and memory.
+
+    Args:
+        saved_run: the directory of the run, which saves and evaluates; None: a run without a save or an evaluation.
+    """
     from bench.phases import find_package
     from nanoGPT.checkpoint.directory import CheckpointDirectory
 
     trainer = importlib.import_module(f"{find_package(phase)}.train")
-    out_dir = place.folder / f"run-{os.getpid()}"
+    out_dir = saved_run or place.folder / f"run-{os.getpid()}"
     shape = dict(zip(("n_layer", "n_head", "n_embd"), MODELS[model], strict=True))
     values = {
         **shape,
@@ -135,17 +142,18 @@ def train(place: Place, phase: str, model: str, fields: dict[str, Any]) -> dict[
         "learning_rate": 6e-4,
     }
     values |= {"min_lr": 6e-5, "warmup_iters": 5, "eval_interval": 10**6, "eval_iters": 1, "max_iters": WARMUP + 15}
-    values |= {"gradient_accumulation_steps": 4, "batch_size": choose_batch_size(place, model), **fields}
-    values |= TINY if place.is_dry else {}
+    values |= {"gradient_accumulation_steps": 4, "batch_size": choose_batch_size(place, model)}
+    values |= fields | (TINY if place.is_dry else {}) | (fields if saved_run else {})
     values |= {"log_interval": 1, "out_dir": str(out_dir), "device": place.device.type}
     config = trainer.Config(**values)
-    with (
-        mock.patch.object(CheckpointDirectory, "save"),
-        mock.patch.object(trainer, "evaluate", return_value=0.0),  # it would compile the model once more
-    ):
+    with contextlib.ExitStack() as patches:
+        if not saved_run:
+            patches.enter_context(mock.patch.object(CheckpointDirectory, "save"))
+            patches.enter_context(mock.patch.object(trainer, "evaluate", return_value=0.0))  # it would compile again
         trainer.train(config)
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    shutil.rmtree(out_dir)
+    if not saved_run:
+        shutil.rmtree(out_dir)
     steps = [line for line in lines if line["loss"] is not None]
     timed = [line for line in steps if line["step"] >= WARMUP]
     row = {"size": model, "phase": phase, "ranks": 1, "compiled": config.compile, "failed": None}
@@ -183,6 +191,20 @@ def compare_curves(place: Place, phase: str, kernels: str) -> dict[str, Any]:
     return {"max_loss_difference": gaps, "problems": problems, "summary": f"max loss difference: {summary}"}
 
 
+def check_resume(place: Place, phase: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train four steps with evaluations and saves, resume after two of them, and compare the losses of the others."""
+    folder = place.folder / f"resume-{os.getpid()}"
+    fields = {**options, "max_iters": 4, "eval_interval": 2, "always_save_checkpoint": True, "compile": False}
+    again = {**fields, "init_from": "resume", "resume_step": 2}
+    try:
+        first, second = (train_apart(place, phase, "gpt2", each, folder)["losses"] for each in (fields, again))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    gap = max(abs(a - b) for a, b in zip(first, second, strict=True))
+    problems = [] if gap <= LOSS_TOLERANCE else [f"losses after the resume differ by {gap:.1e}"]
+    return {"max_loss_difference": gap, "problems": problems, "summary": f"max loss difference: {gap:.1e}"}
+
+
 def measure_option(place: Place, phase: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return speed and memory of a trainer with an option; compiled, except in a dry run."""
     row = train_apart(place, phase, model, {"compile": not place.is_dry, **options})
@@ -218,6 +240,7 @@ FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": describe_machine,
     "check": check_kernel,
     "curve": compare_curves,
+    "resume": check_resume,
     "times": time_kernel,
     "throughput": measure_throughput,
     "tuning": tune_tiles,
