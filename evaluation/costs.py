@@ -44,7 +44,7 @@ class ModelSize:
         vocab_size: rows of the head.
         units: the units of FSDP in each layer, as in `units.find_units`.
         ends: the embedding and the head, if they are units of FSDP; they are part of `root`.
-        vocabularies: matrices with a row for each token id: 1 if embedding and head are tied.
+        vocabularies: number of matrices with a row for each token id; 1 if embedding and head are tied.
     """
 
     layers: tuple[int, ...]

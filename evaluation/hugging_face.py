@@ -107,8 +107,8 @@ class OpenedHf:
 def find_context(config: Any) -> int:
     """Return the largest number of tokens of a sequence.
 
-    With longrope, it is that of the first training: beyond it, `transformers` changes the positions of all sequences of
-    a batch if one of them is longer, so answers would depend on the batch.
+    With longrope, it is `original_max_position_embeddings`. If one sequence of a batch is longer, `transformers` uses
+    other positions for all of them, so answers would depend on the batch.
     """
     rope = {"rope_type": "default", **(getattr(config, "rope_parameters", None) or {})}
     context = int(getattr(config, "max_position_embeddings", 2048))

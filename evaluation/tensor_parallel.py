@@ -2,8 +2,8 @@
 
     column parallel       the first layers of attention and MLP (c_attn, c_fc, q_proj, up_proj, ...): a rank has some
                           output features, which are some heads and some channels of the MLP
-    row parallel          the last layers of both (c_proj, o_proj, down_proj): a rank has the matching input features,
-                          and an all-reduce adds the partial results
+    row parallel          the last layers of attention and MLP (c_proj, o_proj, down_proj): a rank has the matching
+                          input features, and an all-reduce adds the partial results
     vocabulary parallel   embedding and head: a rank has some rows; an all-reduce adds embeddings, an all-gather joins
                           logits
 
@@ -58,7 +58,7 @@ def check_heads(heads: int, ranks: int) -> None:
     """
     if heads % ranks:
         raise ConfigError(
-            f"--spread=tp divides the {heads} heads of the model among the ranks, but there are {ranks}: use "
+            f"--spread=tp divides the {heads} key-value heads of the model among {ranks} ranks: use "
             "--spread=fsdp, or a number of ranks that divides the heads"
         )
 
@@ -71,7 +71,7 @@ def parallelize(model: GPT, rank: int, ranks: int) -> None:
         rank, ranks: of the default process group.
 
     Raises:
-        ConfigError: the model is not in MODELS, or the number of ranks does not divide the heads of its keys.
+        ConfigError: the model is not in MODELS, or the number of ranks does not divide the key-value heads.
     """
     shape = model.config
     if shape.model not in MODELS:

@@ -119,7 +119,7 @@ class HuggingFace:
     @staticmethod
     def read_fields(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         """Return the fields of a config.json with the defaults of `transformers`, and the values that are allowed."""
-        scaling = fields.get("rope_scaling") or {}  # takes precedence, as in `transformers`; type: its older name
+        scaling = fields.get("rope_scaling") or {}  # takes precedence, as in `transformers`
         scaling = {"rope_type": scaling["type"], **scaling} if "type" in scaling else scaling
         rope = {"rope_theta": fields.get("rope_theta", 10000.0), "rope_type": "default"}
         rope |= {**(fields.get("rope_parameters") or {}), **scaling}

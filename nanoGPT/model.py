@@ -370,8 +370,11 @@ def find_architecture(name: str) -> ModuleType:
     known = ["gpt2", *MODULES]
     try:
         module = importlib.import_module(MODULES.get(name, name))
-    except Exception as error:  # of many kinds, if the module is of a user
-        hint = f"{did_you_mean(name, known)}: use {' or '.join(known)}, or a module in a directory of PYTHONPATH"
+    except Exception as error:  # importing a user's module can raise any error
+        is_unknown = not isinstance(error, ModuleNotFoundError) or error.name in (name, name.partition(".")[0])
+        hint = ": correct the module, or install what it needs"
+        if is_unknown and not isinstance(error, SyntaxError):
+            hint = did_you_mean(name, known) or f": use {' or '.join(known)}, or add its directory to PYTHONPATH"
         raise ConfigError(f"--model={name} cannot be imported ({type(error).__name__}: {error}){hint}") from None
     shape = getattr(module, "Shape", None)
     if not (isinstance(shape, type) and issubclass(shape, ModelConfig)):

@@ -237,7 +237,7 @@ def create_config_class(config_class: Any, names: str, model: str) -> Any:
     owners: dict[str, type] = {}
     for part in (config_class, *parts):
         if not issubclass(part, Flags):
-            raise ConfigError(f"{part.__module__}.Flags does not extend Flags of nanoGPT/observers.py: let it do so")
+            raise ConfigError(f"{part.__module__}.Flags does not extend Flags: write `class Flags(observers.Flags)`")
         for field in dataclasses.fields(part):
             if owners.setdefault(field.name, part) is not part:
                 raise ConfigError(f"{part.__module__} has a flag --{field.name}, which exists already: rename it there")

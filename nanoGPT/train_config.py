@@ -59,7 +59,7 @@ class TrainConfig(Flags):
             ("gpus", "nproc", "world_size"),
             "leave it out: the launcher sets the number of ranks, as in `make phase3 GPUS=4`",
         ),
-        "wandb_log": "use --track=wandb instead, a flag of the observer operate (in a config file: wandb_log = False)",
+        "wandb_log": "use --track=wandb of the observer operate instead; in a config file, set wandb_log = False",
         "wandb_project": "set the environment variable WANDB_PROJECT instead",
         "wandb_run_name": "set the environment variable WANDB_NAME instead",
     }
@@ -176,7 +176,7 @@ class TrainConfig(Flags):
         return True
 
 
-def device_defaults(config_class: type[TrainConfig], world_size: int, on_gpu: bool) -> dict[str, Any]:
+def find_device_defaults(config_class: type[TrainConfig], world_size: int, on_gpu: bool) -> dict[str, Any]:
     """Return the defaults on a device that differ from those of the class.
 
     With more ranks than micro-batches, a step has twice as many micro-batches of half as many sequences.

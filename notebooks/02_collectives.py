@@ -324,8 +324,8 @@ for (ranks, name), fit in fits.items():
     print(f"{ranks} ranks, {name:8}: 148 all-reduces {1e3 * one_by_one:6.1f} ms, one bucket {1e3 * bucket:5.1f} ms")
 
 # %% [markdown]
-# These times are predictions of the fit. Both send the same bytes, but a bucket pays the latency once. This is why DDP and `Zero1Optimizer` use buckets, and
-# why FSDP all-gathers a block and not a layer at a time.
+# The fit predicts these times. Both ways send the same bytes, but a bucket pays the latency once. This is why DDP and
+# `Zero1Optimizer` use buckets, and why FSDP all-gathers a block and not a layer at a time.
 #
 # ## h. Data parallelism by hand, three times
 #

@@ -502,7 +502,7 @@ assert abs(per_rank / 1.5 - 3 / 2) < 0.02
 # %% [markdown]
 # DDP communicates 2P(N-1)/N elements per rank and stores 16P bytes, as notebook 3 measured. Its volume does not depend
 # on M, because it all-reduces once per step. FSDP all-gathers for every micro-batch, so a few large micro-batches cost
-# less communication than many small ones. With M = 1 FSDP sends 1.5 times as much as DDP.
+# less communication than many small ones. With M = 1 FSDP sends at most 1.5 times as much as DDP.
 #
 # - The default sends most and stores least.
 # - Without resharding after the forward pass, a rank sends 60% less, as much as with DDP: it all-gathers each block

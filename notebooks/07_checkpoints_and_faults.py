@@ -507,7 +507,7 @@ checkpoint_pictures.draw_timelines(timelines)
 
 # %% [markdown]
 # An asynchronous save stops the training for the copy. Only one save runs at a time: if a save begins while the one
-# before it is still being written, the training also waits for its end. On the slower disk this takes longest. (The
+# before it is still being written, the training also waits for its end. This wait is longest on the slower disk. (The
 # gaps without a color are evaluations. At the end of a run, the trainer waits for the last save.)
 #
 # ### Why the copy must wait

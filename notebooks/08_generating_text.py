@@ -129,8 +129,9 @@ for slots in (1, 2, 8):
 # ## c. Something broken on purpose
 #
 # In each block, the last layer of attention and the last one of the MLP are *row-parallel*: each rank has the weights
-# of some of the inputs, and computes a part of every output. An all-reduce adds up these parts. **Predict first:** what happens to the text if we
-# leave out the all-reduce after each MLP? Does the program fail? Do the two ranks generate the same tokens?
+# of some of the inputs, and computes a part of every output. An all-reduce adds up these parts. **Predict first:** what
+# happens to the text if we leave out the all-reduce after each MLP? Does the program fail? Do the two ranks generate
+# the same tokens?
 
 # %%
 def generate_without_reduction(is_broken: bool) -> tuple[list[int], bool]:

@@ -293,9 +293,9 @@ plt.show()
 
 # %% [markdown]
 # Without scaling, nearly all of these gradients are zero in fp16. Most of those that are not zero are rounded to about
-# 2^-24, the smallest number of fp16. The largest ones belong to the 128 targets (the small bar near 2^-10, since
-# 1/768 = 2^-9.6). **Loss scaling** multiplies the loss by a power of two. By the chain rule, all gradients are then
-# multiplied by it. Before the update they are divided by it, which adds no error.
+# 2^-24, the smallest positive number of fp16. The largest ones belong to the 128 targets (the small bar near 2^-10,
+# since 1/768 = 2^-9.6). **Loss scaling** multiplies the loss by a power of two. By the chain rule, all gradients are
+# then multiplied by it. Before the update they are divided by it, which adds no error.
 #
 # **Predict first:** train with the real `train_step`, in fp32, in fp16 with a `LossScaler`, and in fp16 without one.
 # The large gradients pull up the probability of the targets. The missing ones would push down all other tokens.

@@ -265,9 +265,10 @@ draw_curves({name: [*losses.values()] for name, losses in losses_by_name.items()
 
 # %% [markdown]
 # There is no error, and the forward pass is right, so the first loss is right. The loss even falls: the residual stream
-# passes the gradient on unchanged, and only what comes through the branches is incomplete. But each rank's LayerNorms and embeddings get another gradient, so the copies that should be equal
-# drift apart, and the ranks disagree about the loss. **A falling loss does not prove that a trainer is right. The same
-# losses as the baseline's are much stronger evidence.**
+# passes the gradient on unchanged, and only the gradient of the branches is incomplete. But each rank's LayerNorms and
+# embeddings get another gradient, so the copies that should be equal drift apart, and the ranks disagree about the
+# loss. **A falling loss does not prove that a trainer is right. The same losses as the baseline's are much stronger
+# evidence.**
 #
 # ## b. Two dimensions: FSDP and tensor parallelism
 #
@@ -496,7 +497,7 @@ draw_who_holds_what(
 )
 
 # %% [markdown]
-# In an all-to-all, each rank keeps 1/N of its tokens. The ledger computes what it sends:
+# In an all-to-all, each rank keeps 1/N of its tokens. The ledger counts the bytes that a rank sends:
 
 # %%
 def exchange_tokens(C: int) -> float:

@@ -65,10 +65,10 @@ print("milliseconds of each step:", *(f"{1e3 * each:.1f}" for each in seconds))
 print(f"the first step took {seconds[0] / statistics.median(seconds[2:]):.1f} times as long as the median of the later ones")
 
 # %% [markdown]
-# The first step allocates memory for gradients and moments, and creates the threads of libraries. On a CPU, the noise of
-# later steps can be as large as this difference. On a GPU the first step also
+# The first step allocates memory for gradients and moments, and creates the threads of libraries. On a GPU it also
 # creates handles and loads kernels, with `torch.compile` it compiles for minutes, and on several ranks it connects
-# them. Leave out at least three steps. With `torch.compile` also leave out the first step with every new shape.
+# them. Leave out at least three steps. With `torch.compile` also leave out the first step with every new shape. On a
+# CPU, the noise of later steps can hide the first one.
 #
 # ## b. The clock and the device
 #

@@ -204,12 +204,12 @@ class HeartbeatThread:
     def write_heartbeat(self) -> None:
         """Write this rank's heartbeat.
 
-        Compilation counts as progress, and so does work before training: reading a large checkpoint takes long. A rank
+        Compilation and work before training count as progress: reading a large checkpoint takes a long time. A rank
         that waits for others makes no progress.
         """
         activity = inspect_threads()
-        prepares = self.run.progress.stage in ("start", "build") and not activity["waits"]
-        if activity.pop("is_exempt") or prepares:
+        is_preparing = self.run.progress.stage in ("start", "build") and not activity["waits"]
+        if activity.pop("is_exempt") or is_preparing:
             self.run.report_progress()
         device = self.device_progress
         activity["waits_for_device"] = activity.pop("reads_device") and device is not None

@@ -188,7 +188,7 @@ def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> t
         return 128 + received_signals[0], f"{name} arrived before training had begun, so there was nothing to save"
     name = signal.Signals(-exit_code).name
     if exit_code == -signal.SIGABRT:
-        name += ", perhaps by NCCL because a collective did not end (its output says so)"
+        name += " (NCCL sends it if a collective times out: see the output of the rank)"
     return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 

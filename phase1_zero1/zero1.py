@@ -228,7 +228,7 @@ class Zero1Optimizer(DataParallelOptimizer):
     def _sync_grad_flags(self) -> None:
         """Set `has_grad` to True if any rank has a gradient, with one byte per parameter tensor. Collective.
 
-        A rank that has all gradients does not wait for the result, which it knows: meanwhile it can launch the update.
+        A rank that has all gradients knows the result. It launches the update without waiting.
         The first call also replaces the order of the buckets on all ranks by the order in which they filled on rank 0.
         """
         flags = [has for bucket in self.buckets for has in bucket.has_grad]

@@ -103,7 +103,7 @@ class ShardedMuon(SharedOptimizer):
         """Update the momentum of a round, and return this rank's rows of the updates: 1-D, bf16, in `local_order`."""
         updates = []
         for param in matrices.local_order:
-            if param.grad is None:  # the same ones on every rank
+            if param.grad is None:  # every rank skips the same matrices
                 updates.append(torch.zeros(local_shard(param).numel(), dtype=torch.bfloat16, device=self.device))
                 continue
             options, state = self.options[param], self.state[param]

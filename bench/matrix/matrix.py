@@ -1,4 +1,4 @@
-"""Compare every phase on 1, 2, 4 and 8 ranks, and every option on 2 or 4 ranks, with the baseline on one rank.
+"""Compare every phase on 1, 2, 4 and 8 ranks, and the main options on 2 or 4 ranks, with the baseline on one rank.
 
     make matrix                          # about five minutes on 2 cores; on a GPU machine, as many ranks as GPUs
     make matrix ARGS="--steps=50"        # longer runs

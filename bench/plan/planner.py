@@ -188,8 +188,8 @@ def extrapolate_peak(
 def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row, micro_batches: int) -> Numbers:
     """Return the bytes by category at the memory peak of a step.
 
-    With CPU offload the model state is in host memory, so it does not count. Only full gradients, which accumulate over
-    several micro-batches, stay on the GPU until they are reduced.
+    With CPU offload the model state is in host memory, so it does not count. Only full gradients that accumulate over
+    several micro-batches stay on the GPU until they are reduced.
 
     Args:
         stages: bytes by category at the memory peak of each stage, from a trace.
@@ -201,8 +201,8 @@ def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row, micro_bat
     if row[1].get("fsdp_cpu_offload"):
         accumulates = micro_batches > 1 and not row[1].get("fsdp_sync_every_micro_batch")
         for stage, peak in totals.items():
-            is_full = accumulates and stage != "update"
-            peak |= {"parameters": 0, "optimizer_state": 0, "gradients": peak["gradients"] if is_full else 0}
+            has_full_gradients = accumulates and stage != "update"
+            peak |= {"parameters": 0, "optimizer_state": 0, "gradients": peak["gradients"] if has_full_gradients else 0}
     return max(totals.values(), key=lambda each: sum(each.values()))
 
 

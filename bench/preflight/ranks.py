@@ -160,11 +160,11 @@ def run_checks(run: Runtime, out_dir: Path, bytes_per_save: int) -> list[Check]:
 
 
 def explain_timeout(error: BaseException) -> str | None:
-    """Return a sentence for a collective that did not end; None for another error."""
+    """Return a message if a collective timed out; None for another error."""
     if "timed out" not in str(error).lower():
         return None
-    remedy = "a rank or the network does not answer: run with NCCL_DEBUG=INFO, and exclude a node at a time"
-    return f"a collective of the checks did not end within {TIMEOUT.seconds} seconds: {remedy}"
+    remedy = "run with NCCL_DEBUG=INFO, and exclude one node at a time"
+    return f"a rank or the network did not answer a collective within {TIMEOUT.seconds} seconds: {remedy}"
 
 
 def main(phase: str, results: str, bytes_per_save: str, out_dir: str) -> int:

@@ -24,8 +24,8 @@ def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
 
     A tensor that is replicated on several ranks is written once.
     """
-    # With copies ahead, the writer on a machine with GPUs would wait for the training every 10 MB, although an
-    # asynchronous save has already copied the tensors to the CPU.
+    # With copies ahead, the writer would synchronize with the training on a GPU every 10 MB, although an asynchronous
+    # save has already copied the tensors to the CPU.
     writer = dcp.FileSystemWriter(files.folder, sync_files=False, overwrite=False, per_thread_copy_ahead=0)
     writer.fs = HashingFileSystem(files)
     planner = DefaultSavePlanner(enable_plan_caching=True)

@@ -21,7 +21,7 @@ from nanoGPT.prepare.meta import TokenizerIdentity
 from nanoGPT.prepare.tokenizer import find_known_tokenizer, make_json_identity
 
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")  # (in, out) in GPT-2
-COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # the causal mask, the angles of RoPE
+COMPUTED_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # the causal mask, the angles of RoPE
 GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
@@ -203,7 +203,7 @@ def open_hf_weights(folder: Path, model: str) -> LazyTensors:
             name = f"transformer.{key}" if is_gpt2 and not key.startswith(("transformer.", "lm_head.")) else key
             if name in weights:
                 raise ConfigError(f"{folder} has {name} twice: remove the file that does not belong to the model")
-            if not name.endswith(COMPUTED):
+            if not name.endswith(COMPUTED_BUFFERS):
                 weights.data[name] = partial(read_hf_tensor, file, key, is_gpt2 and name.endswith(CONV1D))
     return weights
 

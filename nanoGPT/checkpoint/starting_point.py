@@ -117,15 +117,15 @@ def find_problem_of_shape(shape: ModelConfig) -> str:
     """Return why a checkpoint could not store a shape; "" if it can."""
     fields = getattr(type(shape), "__dataclass_fields__", {})
     if "__dataclass_fields__" not in vars(type(shape)):
-        return "its class Shape is no dataclass"
+        return "its class Shape is no dataclass: decorate it with @dataclass"
     if "create_model" not in vars(type(shape)):
-        return "its class Shape has no method create_model"
+        return "its class Shape has no method create_model: define it"
     if others := sorted(vars(shape).keys() - fields.keys()):
         return f"its class Shape sets {others[0]}, which is not a field: compute it in the model"
     try:
         check_schema(vars(shape), type(shape))
     except SchemaError as error:
-        return f"a value of its class Shape has another type than the field ({error}): correct the annotation"
+        return f"a field of its class Shape has a value of another type ({error}): correct the annotation"
     return ""
 
 
@@ -136,7 +136,7 @@ def find_problem_of_model(shape: ModelConfig) -> str:
     names, all_names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
     count = sum(param.numel() for param in model.parameters())
     if not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
-        return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT"
+        return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT: correct it"
     if extra := sorted(model.state_dict().keys() - all_names):
         return f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
     if shared := sorted(all_names - names - shape.tied_names().keys()):
@@ -144,7 +144,7 @@ def find_problem_of_model(shape: ModelConfig) -> str:
     if scalars := [name for name, param in model.named_parameters() if not param.dim()]:
         return f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"
     if count != shape.count_params():
-        return f"its count_params() returns {shape.count_params():,} for 2 blocks, but they have {count:,} parameters"
+        return f"its count_params() returns {shape.count_params():,} for a model of 2 blocks with {count:,}: correct it"
     return ""
 
 

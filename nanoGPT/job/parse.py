@@ -24,7 +24,7 @@ from nanoGPT.job.program import command_line, expand_home, join_flag_values
 from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import MODULES, find_architecture, make_shape
 from nanoGPT.observers import add_flags, find_default_observers
-from nanoGPT.train_config import PRETRAINED, C, StepChoice, TrainConfig, device_defaults, field_names
+from nanoGPT.train_config import PRETRAINED, C, StepChoice, TrainConfig, field_names, find_device_defaults
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
 CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
@@ -58,7 +58,7 @@ def parse(
     config_class = add_flags(config_class, find_observers(flags, file_values), model)
     check_flags_of_models(config_class, [name_of_flag(flag) for flag in flags])
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
-    defaults = device_defaults(config_class, world_size, uses_gpu(flags, file_values))
+    defaults = find_device_defaults(config_class, world_size, uses_gpu(flags, file_values))
     config = parse_flags(config_class, {**defaults, "model": model, **file_values}, flags)
     if config.init_from == "resume":
         out_dir = find_run_to_resume(config_class, config.out_dir)

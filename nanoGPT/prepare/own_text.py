@@ -109,7 +109,7 @@ class OwnText:
             except OSError as error:
                 raise ConfigError(f"{file} cannot be read ({error}): correct it, or remove it") from None
             except UnicodeDecodeError as error:
-                advice = f"`grep -naxv '.*' {quote(str(file))}` shows the lines"
+                advice = f"`grep -naxv '.*' {quote(str(file))}` shows the invalid lines"
                 raise ConfigError(f"{file} is not UTF-8 ({error.reason}): correct or convert it; {advice}") from None
 
     def _read_text(self, file: Path) -> Iterator[Piece]:
@@ -246,17 +246,17 @@ class Sample:
 def describe_losses(tokenizer: Tokenizer, sample: Sample, characters: set[str]) -> None:
     """Print which characters of a text a tokenizer cannot encode, and if nothing separates documents.
 
-    A character counts as encoded if it is in the decoded sample, or stays when it is a word of its own.
+    A character counts as encoded if it is in the decoded sample, or if it survives as a separate word.
     """
     text = "".join(sample.parts)
     kept = {*tokenizer.decode(tokenizer.encode(text))}
     try:
         kept |= {*tokenizer.decode(tokenizer.encode(" ".join(sorted(characters))))}
-    except ConfigError:  # a tokenizer of words, which has no token for other ones
+    except ConfigError:  # a word-level tokenizer that has no token for unknown words
         characters = {*text}
     if missing := sorted(characters - kept):
         first = "".join(missing)[:50]
-        print(f"the tokenizer changes or drops {len(missing):,} of the {len(characters):,} characters: {first!r}")
+        print(f"the tokenizer changes or drops {len(missing):,} of {len(characters):,} different characters: {first!r}")
     if not find_separator(tokenizer):
         print("the tokenizer has no token for the end of a text or a line: nothing separates documents")
     elif tokenizer.end_of_text is None:

@@ -86,8 +86,8 @@ def is_unlocked(directory: Path) -> bool:
 
 @pytest.mark.heavy
 def test_every_suite_has_valid_runs(tmp_path):
-    """Every suite of this repository has valid runs, also with the defaults of a GPU. So have the example of the
-    documents, and a suite with another model.
+    """Every suite of this repository has valid runs, also with the defaults of a GPU. The example of the documents and
+    a suite with another model have valid runs too.
 
     A phase without a variant's fields skips it.
     """

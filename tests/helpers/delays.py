@@ -25,7 +25,7 @@ class DelayedWork:
         if self.is_done:
             return
         self.work.wait()
-        is_input = ~self.source.isnan()  # without the output of a reduce-scatter in place
+        is_input = ~self.source.isnan()  # an in-place reduce-scatter overwrites a part of its input
         assert torch.equal(self.source[is_input], self.sent[is_input]), "the input has changed"
         write(self.output, self.received)
         self.is_done = True
@@ -37,6 +37,6 @@ def write(target: Tensor, values: Tensor) -> None:
         target.copy_(values)
 
 
-def delay(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective with a DelayedWork if it is called with `async_op=True`."""
+def delay_results(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective; with `async_op=True` it returns a DelayedWork."""
     return lambda *args, async_op=False: DelayedWork(collective, *args) if async_op else collective(*args)

@@ -4,13 +4,16 @@ import pytest
 
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1 import buckets
-from tests.helpers.delays import delay
+from tests.helpers.delays import delay_results
 from tests.helpers.training import call_train, losses, tiny, train
 from workshop.ranks import run_on_ranks
 
 
 def train_with_delays(config: TrainConfig) -> None:
-    buckets.all_gather, buckets.reduce_scatter = delay(buckets.all_gather), delay(buckets.reduce_scatter)
+    buckets.all_gather, buckets.reduce_scatter = (
+        delay_results(buckets.all_gather),
+        delay_results(buckets.reduce_scatter),
+    )
     call_train("phase1_zero1", config)
 
 

@@ -15,7 +15,7 @@ from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp import by_hand
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
 from phase3_fsdp.by_hand import HandmadeFSDP
-from tests.helpers.delays import delay
+from tests.helpers.delays import delay_results
 from tests.helpers.programs import Program
 from workshop.lessons.by_hand import compare_with_fully_shard, print_versions
 from workshop.ranks import run_on_ranks
@@ -128,7 +128,7 @@ def test_it_trains_like_the_full_model(kind, mode, ranks):
 
 
 def train_by_hand_with_delays() -> dict[str, Any]:
-    by_hand.all_gather = delay(by_hand.all_gather)
+    by_hand.all_gather = delay_results(by_hand.all_gather)
     return train_by_hand("gpt", "none", torch.float32)
 
 

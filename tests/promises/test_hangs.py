@@ -349,16 +349,16 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
         launcher.kill()
 
 
-def train_after_a_deadlock(config) -> None:
-    """Train on two ranks. Before the optimizer is created, each of them receives from the other one."""
+def deadlock_before_training(config) -> None:
+    """Start a run on two ranks. Before the optimizer is created, each rank waits for data from the other one."""
     train.configure_optimizer = lambda *_: dist.recv(torch.zeros(1), 1 - dist.get_rank())
     train.train(config)
 
 
 @pytest.mark.long
 def test_ranks_that_wait_for_each_other_before_training_are_stopped(tmp_path):
-    """Reading a large checkpoint is progress, but a collective that no rank ends before the first step is a hang."""
-    ranks = start_ranks(train_after_a_deadlock, 2, tiny("nanoGPT", tmp_path, stall_seconds=4.0), folder=tmp_path)
+    """Before the first step, reading a checkpoint is progress, but waiting for another rank is not."""
+    ranks = start_ranks(deadlock_before_training, 2, tiny("nanoGPT", tmp_path, stall_seconds=4.0), folder=tmp_path)
     for process, _ in ranks:
         process.join(DEADLINE)
         process.kill()

@@ -247,17 +247,21 @@ MISTAKES = {
     "tied": (INIT, f"{INIT}        self.lm_head.weight = self.model['embed_tokens'].weight\n", "add it to tied_names"),
     "blocks": ("    def create", '    BLOCKS = "model.blocks"\n\n    def create', "model.blocks, its BLOCKS, is no"),
     "scalar": (INIT, f"{INIT}        self.a = nn.Parameter(ONES[0])\n", "a has no dimension"),
-    "no annotation": ('model: Literal["my_llama"]', "model", "a value of its class Shape has another type"),
+    "no annotation": ('model: Literal["my_llama"]', "model", "a field of its class Shape has a value of another type"),
     "no dataclass": ("@dataclass\n", "", "its class Shape is no dataclass"),
     "attribute": (
         "    def create",
         "    def __post_init__(self):\n        self.a = 1\n\n    def create",
         "sets a, which",
     ),
-    "wrong count": ("return super", "return 1 + super", "returns 2,745 for 2 blocks, but they have 2,744"),
+    "wrong count": ("return super", "return 1 + super", "returns 2,745 for a model of 2 blocks with 2,744"),
     "foreign flags": ("\n\nclass Squared", "\n\nclass Flags:\n    pass\n\nclass Squared", "does not extend Flags"),
     "syntax": ("class MyLlama(Llama):", "class MyLlama(Llama)", "cannot be imported .SyntaxError"),
-    "import": ("from torch import nn", "import missing_package", "No module named 'missing_package'.*PYTHONPATH"),
+    "import": (
+        "from torch import nn",
+        "import missing_package",
+        "No module named 'missing_package'.*install what it needs",
+    ),
 }
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 9}
 

@@ -38,7 +38,8 @@ def launch(ranks: int, **fields: object) -> str:
 
 def test_the_examples_of_the_guide_work(modules):
     """On two ranks, the observers of docs/observers.md write metrics, add norms, evaluate and stop the run
-    early. The run saves before it stops. The norms of all gradients give the global norm, or the clipping limit."""
+    early. The run saves before it stops. Together, the norms of the gradients are the
+    clipped global norm."""
     assert list(EXAMPLES) == ["my_metrics", "my_norms", "my_evaluation", "my_early_stopping"]
     fields = {"max_iters": 2000, "eval_interval": 1, "learning_rate": 1e-9, "min_lr": 1e-9, "weight_decay": 0.0}
     names = ",".join(EXAMPLES)

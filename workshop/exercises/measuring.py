@@ -14,7 +14,7 @@ from torch import Tensor
 def is_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> bool:
     """Return whether two tensors or numbers have the same shape and differ by at most `tolerance`.
 
-    The difference is relative to the largest expected value, or to 1 if that is larger. NaN is never close.
+    The difference is relative to the largest expected value, or to 1 if this value is smaller. NaN is never close.
     """
     a, e = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (actual, expected))
     if a.shape != e.shape:

@@ -90,7 +90,7 @@ EXERCISES = [
             plant_mistake(
                 "flat.copy_(all_gather(reduce_scatter(padded))[: len(flat)])",
                 "flat.copy_(all_gather(flat.clone()).view(ranks, -1).sum(0))",
-                "send one chunk of 1/N per step",
+                "send exactly one chunk in each step",
             ),
         ),
         on_hang=NO_RECEIVER,

@@ -44,8 +44,8 @@ EXERCISES = [
         number of a bucket, self.missing counts the gradients of each bucket that are not ready, and self.started
         lists the buckets that have started; self._begin_step() resets the last two. The hook also runs in earlier
         micro-batches, where self.is_last is False. On another rank gradients may arrive in another order, but all
-        ranks must start the buckets in one order. A bucket may have no gradients, on all ranks: its buffer is empty.
-        self._grads(bucket) returns the gradients of a bucket. At its end, `wait` calls self._begin_step().""",
+        ranks must start the buckets in one order. A bucket may have no gradients on any rank. Its buffer is then empty.
+        self._grads(bucket) returns the gradients of a bucket. `wait` calls self._begin_step() at its end.""",
         minutes=25,
         difficulty="medium",
         ranks=2,
@@ -68,7 +68,7 @@ EXERCISES = [
                         "if self.missing[number := self.bucket_of[param]] == 0:",
                     ),
                 ),
-                "must still start in one order",
+                "start the buckets in one order",
             ),
         ),
     ),

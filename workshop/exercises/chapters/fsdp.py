@@ -110,7 +110,7 @@ EXERCISES = [
         output of an all-gather and its handle into self.pending, unless self.is_full or it has already started. Call
         it, wait, give each parameter its memory back, and copy the rows of all ranks to their places. self.ranks is
         N, and self.sizes are the elements that a rank has sent of each parameter, with padding. Then set self.is_full
-        and clear self.pending. `free` takes the memory away again, also what was only prefetched (wait for it first).
+        and clear self.pending. `free` releases the memory, and also that of an unused prefetch (wait for it first).
         Autograd has saved these tensors: in the backward pass it must find the same objects, with the same values.""",
         minutes=25,
         difficulty="hard",
@@ -161,7 +161,7 @@ EXERCISES = [
             plant_mistake(
                 "    reduce_scatter(received, sent.view(-1), dist.ReduceOp.AVG)\n",
                 "    dist.all_reduce(sent, dist.ReduceOp.AVG)\n    received.copy_(sent[dist.get_rank()])\n",
-                "reduce a unit in one collective",
+                "reduce each unit in one of them",
             ),
             plant_mistake(
                 "torch.cat(parts, dim=1)",

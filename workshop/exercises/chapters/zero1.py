@@ -46,7 +46,7 @@ EXERCISES = [
         targets=("phase1_zero1.buckets:Bucket._partition",),
         task="""A reduce-scatter needs N slices of equal length. Return the padded length of a bucket with `numel`
         elements, and the slice of rank self.rank of self.world_size. Each slice begins at a multiple of ALIGN
-        elements, with as little padding as possible.""",
+        elements. Pad as little as possible.""",
         minutes=5,
         difficulty="easy",
         check=check_partition,
@@ -127,7 +127,7 @@ EXERCISES = [
                 "return dist.all_reduce(self.flat_grads, dist.ReduceOp.AVG, self.group, async_op=True)",
                 "sends twice the bytes of a reduce-scatter",
             ),
-            plant_mistake("reduce_scatter(local_grads,", "reduce_scatter(local_grads.clone(),", "In this rank's slice"),
+            plant_mistake("reduce_scatter(local_grads,", "reduce_scatter(local_grads.clone(),", "This rank's slice"),
         ),
     ),
     Exercise(

@@ -12,16 +12,25 @@ from torch import Tensor
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import draw_normal, is_close
 
-REFUSED = ["all_reduce", "reduce", "broadcast", "gather", "scatter", "all_to_all", "all_to_all_single", "all_gather"]
-REFUSED += ["all_gather_into_tensor", "all_gather_single", "all_gather_object", "broadcast_object_list"]
-REFUSED += ["reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"]
+REFUSED_CALLS = [
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "all_gather",
+]
+REFUSED_CALLS += ["all_gather_into_tensor", "all_gather_single", "all_gather_object", "broadcast_object_list"]
+REFUSED_CALLS += ["reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"]
 
 
 @contextlib.contextmanager
 def count_sent_bytes() -> Iterator[list[int]]:
     """Count the bytes of each send of this rank, and refuse torch's own collectives."""
     sent: list[int] = []
-    originals = {name: getattr(dist, name) for name in ("send", "isend", *REFUSED) if hasattr(dist, name)}
+    originals = {name: getattr(dist, name) for name in ("send", "isend", *REFUSED_CALLS) if hasattr(dist, name)}
 
     def count(name: str) -> Any:
         def send(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -50,11 +59,11 @@ def draw_all(length: int) -> list[Tensor]:
     return [draw_normal(length, seed=rank) for rank in range(dist.get_world_size())]
 
 
-def check_volume(sent: list[int], limit: float, name: str) -> None:
+def check_volume(sent: list[int], expected: float, name: str) -> None:
     expect(
-        sum(sent) == limit,
-        f"A rank sends {sum(sent):,} bytes, but the ring algorithm sends {limit:,.0f}: send one chunk of 1/N per "
-        f"step, and not the full tensor. {name}",
+        sum(sent) == expected,
+        f"A rank sends {sum(sent):,} bytes, but the ring algorithm sends {expected:,.0f}: send exactly one chunk in "
+        f"each step. {name}",
     )
 
 

@@ -64,9 +64,8 @@ def check_gradients(model: nn.Module, expected: list[Tensor | None], own: list[T
         expect(
             is_close(param.grad, mean),
             f"The gradient of {name} is not the mean over the ranks. Ranks match collectives by the order of their "
-            "calls. If the gradients arrive in another order on another rank, the buckets must still start in one "
-            "order, `wait` must wait for each handle, and each buffer must be copied back into the parameters that it "
-            "came from.",
+            "calls, so all ranks must start the buckets in one order. `wait` must wait for each handle, and copy each "
+            "buffer back into the parameters that it came from.",
         )
 
 
@@ -134,7 +133,7 @@ def check_overlap(answer: ModuleType, expected: list[Tensor | None]) -> None:
         check_gradients(model, expected, compute_own_gradients())
         calls, size = count_calls(traffic)
         count = len(average.buckets)  # one of them is empty, and needs no collective
-        expect(count - 1 <= calls <= count, f"{calls} collectives for {count} buckets: one for each.")
+        expect(count - 1 <= calls <= count, f"{calls} collectives for {count} buckets: one for each with gradients.")
         gradient_bytes = sum(grad.nbytes for grad in expected if grad is not None)
         expect(size == gradient_bytes, f"The buckets have {size:,} bytes, but the gradients have {gradient_bytes:,}.")
 

@@ -70,7 +70,7 @@ def measure_saved_bytes(call: Callable[[], Tensor], ignored: Iterable[Tensor] = 
 
 
 def count_tensors(numel: int) -> int:
-    """Return the number of tensors in Python objects that have this number of elements."""
+    """Return the number of tensors with `numel` elements that Python can reach."""
     return sum(type(value) is Tensor and value.numel() == numel for value in gc.get_objects())
 
 
@@ -94,7 +94,8 @@ def check_sharded_linear(answer: ModuleType, _: Any) -> None:
         )
         expect(
             count_tensors(full.numel()) == before,
-            "After the forward pass, the full weight is still in memory: save the rows, and all-gather again.",
+            "After the forward pass, the full weight is still in memory: save the rows, and all-gather again in the "
+            "backward pass.",
         )
         y.backward(dy)
     exact_x = x.clone().requires_grad_()
@@ -292,11 +293,11 @@ def check_unit(_: ModuleType, expected: dict[str, Any]) -> None:
         "Leave the gradient None.",
     )
     check_final_params(sharded, list(model.parameters()), expected["params"])
-    check_free(sharded)
+    check_free_after_prefetch(sharded)
     check_reduction_in_fp32()
 
 
-def check_free(sharded: HandmadeFSDP) -> None:
+def check_free_after_prefetch(sharded: HandmadeFSDP) -> None:
     for unit in sharded.units:
         unit.free()
         unit.start_all_gather()
@@ -316,7 +317,7 @@ def check_reduction_in_fp32() -> None:
     calls, size = collect_traffic(traffic.rows).get("reduce-scatter", (0, 0))
     expect(
         calls == len(half.units),
-        f"The ledger counts {calls} reduce-scatters for {len(half.units)} units: reduce a unit in one collective.",
+        f"The ledger counts {calls} reduce-scatters for {len(half.units)} units: reduce each unit in one of them.",
     )
     elements = dist.get_world_size() * sum(sum(unit.sizes) for unit in half.units)
     expect(

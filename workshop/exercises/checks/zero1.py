@@ -190,7 +190,7 @@ def check_shards(answer: ModuleType, _: Any) -> None:
         )
         expect(
             shard.grad.shape == shard.tensor.shape,
-            f"{name} has {shard.tensor.numel()} elements, and its gradient has {shard.grad.numel()}.",
+            f"{name} has {shard.tensor.numel()} elements, but its gradient has {shard.grad.numel()}: use one shape.",
         )
     covered = torch.tensor(sum(shard.tensor.numel() for shard in bucket.shards))
     dist.all_reduce(covered)
@@ -201,7 +201,11 @@ def check_shards(answer: ModuleType, _: Any) -> None:
     )
     equal = [nn.Parameter(torch.zeros(2 * ALIGN)) for _ in range(dist.get_world_size())]
     bucket = Bucket(equal, {"lr": 1e-3, "params": equal}, lambda shards, group: AdamW(shards), None)
-    expect(len(bucket.shards) == 1, "A parameter that ends where this rank's slice begins has no shard.")
+    expect(
+        len(bucket.shards) == 1,
+        f"This rank has {len(bucket.shards)} shards instead of 1: a parameter that ends where the slice begins has no "
+        "shard.",
+    )
     for dtype in (torch.bfloat16, torch.float16):
         halves = [nn.Parameter(p.detach().to(dtype)) for p in params]
         low = Bucket(halves, {"lr": 1e-3, "params": halves}, lambda shards, group: AdamW(shards), None)
@@ -211,7 +215,7 @@ def check_shards(answer: ModuleType, _: Any) -> None:
         )
         expect(
             all(torch.equal(shard.tensor, low.flat_params[shard.bucket_slice].float()) for shard in low.shards),
-            f"The fp32 copy of a shard in {dtype} has other values than the shard.",
+            f"The fp32 copy of a shard in {dtype} has other values than the shard: convert it with .float().",
         )
 
 
@@ -237,7 +241,7 @@ def check_reduce(answer: ModuleType, expected: dict[str, Any]) -> None:
     handle.wait()  # type: ignore[union-attr]
     own, mean = bucket.flat_grads[bucket.local_slice][0].item(), 5.5 * 100 ** (dist.get_rank() // 2)
     expect(own != 2 * mean, "In a group of two ranks, the result is the sum and not the mean.")
-    expect(own == mean, f"In this rank's slice of flat_grads is {own}, and the mean over the group is {mean}.")
+    expect(own == mean, f"This rank's slice of flat_grads contains {own}, but the mean over the group is {mean}.")
     result = train_sharded(make_flat)
     ratio = result["norms"][0] / expected["norms"][0]
     ranks = dist.get_world_size()

@@ -100,8 +100,8 @@ function addStepper(root, label, count, show) {
     button("Next", "next", () => { stop(); go(position + 1); }),
     button("Last", "last", () => { stop(); go(Number(slider.max)); }), play);
   controls.addEventListener("keydown", ({ key }) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[key];
-    if (by) { stop(); go(position + by); }
+    const offset = { ArrowLeft: -1, ArrowRight: 1 }[key];
+    if (offset) { stop(); go(position + offset); }
   });
   root.append(controls, slider);
   return { go, setCount: (length) => { slider.max = length - 1; go(0); } };

@@ -177,7 +177,7 @@ Explorers.ring = function (root, samples) {
       rows.push(...measured.map((row) => [`gloo (measured average, ${row.hardware})`, "-", formatBytes(row.sent_per_tensor_byte * bytes), "-"]));
       table.replaceChildren(makeTable({ class: "costs" }, [["algorithm", "steps", "volume per rank, maximum", "predicted time"], ...rows]));
       sentence.textContent = [tree ? compare(ring, tree, alpha, beta) : "A tree sends full tensors, so it suits only all-reduce and broadcast.",
-        measured.length ? "" : `What gloo sends for this collective on ${ranks} ranks is not measured.`].join(" ").trim();
+        measured.length ? "" : `We have not measured what gloo sends for this collective on ${ranks} ranks.`].join(" ").trim();
     }
   }
 
