@@ -39,6 +39,7 @@ LESSONS = {
     "phase3_fsdp": "`phase3_fsdp/minimal.py` is FSDP in one file, `phase3_fsdp/fsdp.py` has all options.",
 }
 TRAIN = r"make (?:baseline|phase\d)(?: GPUS=(?P<ranks>\d+))?(?: CONFIG=(?P<config>\S+))?"
+NO_CHOICE = "leave it out: what this trainer shards is not an option"
 # Sentences that name a target of make, and what they say in a copy.
 SENTENCES = {
     "`make data DATASET={quote(name)}`": "`python -m nanoGPT.data.{name}.prepare`",
@@ -49,6 +50,13 @@ SENTENCES = {
     "\nIMPLEMENTATION.md lists what `train.py` adds.": "",
     ".venv/bin/": "",
     ', "\n                "or evaluate the model on several ranks with `make evaluate`': "",
+    "leave it out: make phase3 always shards the model, and make baseline uses DDP": NO_CHOICE,
+    "leave it out: make phase1 always shards the optimizer, and make baseline uses DDP": NO_CHOICE,
+    "use it with `make evaluate`, which solves problems": "leave it out: it is not a flag of training",
+    "such as operate,measure,my_metrics;": "such as my_metrics;",
+    ", as operate/deploy/slurm.sh does,": "",
+    "\n    (`tests/phase3/test_activation_checkpointing.py`)": "",
+    "--out_dir=../out/my-run": "--out_dir=out/my-run",
     "`make phase3`": "the trainer of FSDP",
     " (`make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py` compares the functions of both versions)": "",
 }
@@ -102,11 +110,13 @@ def list_modules(package: str, datasets: list[str], packages: list[str]) -> dict
 def copy_modules(package: str, to: Path, datasets: list[str], packages: list[str]) -> list[Path]:
     """Copy the modules, and return their files. The phase's train.py and evaluate.py go to the top of the directory."""
     needed = list_modules(package, datasets, packages)
+    config = min((to / "config").glob("*gpt2*.py"))
     for name, path in needed.items():
         is_top_level = name in (f"{package}.train", f"{package}.evaluate")
         target = to / path.name if is_top_level else to / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         text = rewrite(path.read_text()).replace(f"from {package}.train import", "from train import")
+        text = text.replace("config/train_gpt2.py", f"config/{config.name}")
         target.write_text(text)
         for table in path.parent.glob("*.json"):  # tile sizes of the kernels
             shutil.copyfile(table, target.parent / table.name)
@@ -155,7 +165,7 @@ def write_project(package: str, to: Path, copied: list[Path]) -> None:
     guide = (ROOT / "docs" / "observers.md").read_text().replace("phase3_fsdp/train.py", "train.py")
     if not (to / "operate").is_dir():
         guide = guide.replace("--observers=operate,measure,my_metrics", "--observers=my_metrics")
-    (to / "OBSERVERS.md").write_text(guide.replace("from nanoGPT.train import", "from train import"))
+    (to / "OBSERVERS.md").write_text(rewrite(guide.replace("from nanoGPT.train import", "from train import")))
     (to / "tests").mkdir()
     shutil.copyfile(TEMPLATES / "test_training.py", to / "tests" / "test_training.py")
 

@@ -165,7 +165,7 @@ def report_schedule(config: TrainConfig, checkpoint: Checkpoint | None, run: Run
         )
     if config.decay_lr and old_end != new_end:
         run.print0(
-            f"the learning rate now decays until step {new_end} instead of {old_end}, so it changes at once: "
+            f"the learning rate now decays until step {new_end} instead of {old_end}: "
             f"--lr_decay_iters={old_end} keeps the decay as it was"
         )
 

@@ -1,7 +1,7 @@
 """Build a configuration from the defaults of the device, config files, and --key=value flags.
 
-    python nanoGPT/train.py config/train_gpt2.py --batch_size=8 --compile=True
-    python nanoGPT/train.py --help
+    python train.py config/train_gpt2.py --batch_size=8 --compile=True
+    python train.py --help
 
 Later values override earlier ones. With `--init_from=resume`, the configuration in the checkpoint comes first, so a
 resumed run needs only its `--out_dir`.
@@ -51,11 +51,11 @@ def parse(
         SystemExit: with code 0, after `--help`.
     """
     flags = [word for word in join_flag_values(argv) if not is_config_file(word)]
-    check_names(config_class, flags)
     if file_values is None:
         file_values = read_config_files(config_class, argv, trainer)
     model = find_model(config_class, flags, file_values)
     config_class = add_flags(config_class, find_observers(flags, file_values), model)
+    check_names(config_class, flags)
     check_flags_of_models(config_class, [name_of_flag(flag) for flag in flags])
     given = {name_of_flag(flag) for flag in flags} | file_values.keys()
     defaults = find_device_defaults(config_class, world_size, uses_gpu(flags, file_values))
@@ -124,7 +124,7 @@ def check_names(config_class: type[TrainConfig], flags: list[str]) -> None:
         ConfigError: a flag is; the message says what to use instead.
     """
     for name in map(name_of_flag, flags):
-        if advice := config_class.FOREIGN_FLAGS.get(name):
+        if name not in field_names(config_class) and (advice := config_class.FOREIGN_FLAGS.get(name)):
             raise ConfigError(f"--{name} is not a flag of this trainer: {advice}")
 
 
@@ -212,16 +212,11 @@ def check_file_values(config_class: type[TrainConfig], path: Path, values: dict[
     """
     check_flags_of_models(config_class, values)
     for name in values:
-        if advice := config_class.FOREIGN_FLAGS.get(name):
-            raise ConfigError(
-                f"config file {path} sets {name}, which is not a flag of this trainer: {advice}; names of helpers "
-                "begin with _"
-            )
         if name not in field_names(config_class):
-            advice = did_you_mean(name, field_names(config_class))
-            raise ConfigError(
-                f"config file {path} sets {name}, which is not a field{advice or '; names of helpers begin with _'}"
-            )
+            hint = did_you_mean(name, field_names(config_class)) or "; names of helpers begin with _"
+            if advice := config_class.FOREIGN_FLAGS.get(name):
+                hint = f": {advice}; names of helpers begin with _"
+            raise ConfigError(f"config file {path} sets {name}, which is not a flag of this trainer{hint}")
     # The parser converts strings to the types of the fields.
     whole = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in values.items()}
     flags = [f"--{name}={value}" for name, value in whole.items()]

@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, get_args, get_origin, get_type_hints
 
 from nanoGPT.errors import ConfigError, did_you_mean
 
@@ -94,8 +94,10 @@ def read_value(name: str, text: str, kind: Any) -> Any:
     try:
         return msgspec.convert(values, kind, strict=False, dec_hook=lambda path, value: path(value))
     except msgspec.ValidationError:
-        valid_types = inspect.formatannotation(kind).replace("typing.", "").replace("pathlib.", "")
-        raise ConfigError(f"--{name}={text} is invalid: use {valid_types}") from None
+        valid = inspect.formatannotation(kind).replace("typing.", "").replace("pathlib.", "")
+        if get_origin(kind) is Literal:
+            valid = ", ".join(map(str, get_args(kind)))
+        raise ConfigError(f"--{name}={text} is invalid: use {valid}") from None
 
 
 def expand_home(name: str, text: str) -> str:

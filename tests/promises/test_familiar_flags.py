@@ -64,6 +64,26 @@ def test_flags_of_other_trainers_have_an_answer():
             parse(FsdpConfig, ["--device=cpu", flag], ROOT / "phase3_fsdp" / "train.py")
 
 
+def test_an_observer_may_define_a_flag_of_another_trainer(tmp_path, monkeypatch):
+    """A flag that an observer defines is its own, on the command line and in a config file."""
+    (tmp_path / "my_budget.py").write_text(
+        "from dataclasses import dataclass\n\nfrom nanoGPT import observers\n\n\n"
+        "@dataclass\nclass Flags(observers.Flags):\n    epochs: int = 1\n    tokens: int = 1\n"
+        "\n\nclass Observer(observers.Observer):\n    pass\n"
+    )
+    (tmp_path / "config.py").write_text("epochs = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [str(tmp_path / "config.py"), "--device=cpu", "--observers=my_budget", "--tokens=5"]
+    config = parse(FsdpConfig, words, ROOT / "phase3_fsdp" / "train.py")
+    assert (config.epochs, config.tokens) == (3, 5)
+
+
+def test_a_choice_lists_the_valid_values():
+    """An invalid choice is refused with the valid ones."""
+    with pytest.raises(ConfigError, match="--dtype=fp16 is invalid: use auto, float32, bfloat16, float16"):
+        parse(FsdpConfig, ["--dtype=fp16"], ROOT / "phase3_fsdp" / "train.py")
+
+
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     """`~` begins a path in flags and config files: alone, in a list, and after `FILE:`. A prompt does not change."""
     monkeypatch.setenv("HOME", "/home/me")
