@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -13,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from bench.plan.plan import PlanConfig
 from nanoGPT import export
-from nanoGPT.checkpoint.dcp_reader import SafeReader
+from nanoGPT.checkpoint.dcp_reader import RestrictedUnpickler, SafeReader
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError
@@ -192,6 +194,11 @@ class MaliciousPickle:
         return (os.system, (f"touch {self.witness}",))
 
 
+class MaliciousGetattr:
+    def __reduce__(self):
+        return (getattr, (TensorProperties, "__init__"))
+
+
 def test_a_malicious_ckpt_is_not_opened(tmp_path):
     """A ckpt.pt that would run code is refused, and its code does not run."""
     witness = tmp_path / "ran"
@@ -208,6 +215,17 @@ def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
     with pytest.raises(ConfigError, match="posix.system, which could run code"):
         SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_of_an_older_python_is_read():
+    """Python 3.11.2 pickles the member of an enum as a call of getattr. Other calls of getattr are refused."""
+    member, file = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = {_MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), member.name))}
+    pickler.dump(member)
+    assert b"getattr" in file.getvalue() and RestrictedUnpickler(io.BytesIO(file.getvalue())).load() is member
+    with pytest.raises(pickle.UnpicklingError, match="could run code"):
+        RestrictedUnpickler(io.BytesIO(pickle.dumps(MaliciousGetattr()))).load()
 
 
 def test_a_boolean_flag_needs_no_value():
