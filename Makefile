@@ -123,7 +123,7 @@ sample: .venv/.core  ## generate text from RUN=out/...; without RUN, from the ne
 evaluate: .venv/.core data  ## solve problems with the model of RUN=out/... on GPUS ranks; without RUN, of the newest run
 	@$(PY) -m evaluation --gpus=$(GPUS) $(if $(RUN),$(call QUOTED,--out_dir=$(RUN))) $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 copy: .venv/.core data  ## copy PHASE=phase3 and what it needs of the core into a directory TO=DIR; WITH=operate,measure: also these observers
-	@$(PY) -m workshop.copy_phase --phase=$(PHASE) --to="$(TO)" $(if $(WITH),--packages=$(WITH))
+	@$(PY) -m workshop.copy_phase --phase=$(PHASE) $(call QUOTED,--to=$(TO)) $(if $(WITH),--packages=$(WITH))
 
 ##@ operate
 preflight: .venv/.core data  ## check everything that a run of PHASE=phase3 on GPUS ranks needs; under a minute
@@ -155,7 +155,7 @@ bench: .venv/.dev data  ## measure NAME=kernels, or torture (kills of saves)
 	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose kernels or torture" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(PY) -m $(BENCH_$(NAME)) $(ARGS)
 gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repeat it until nothing is left
-	@$(PY) -m bench.gpu --to="$(or $(TO),out/gpu)" $(ARGS)
+	@$(PY) -m bench.gpu $(call QUOTED,--to=$(or $(TO),out/gpu)) $(ARGS)
 
 ##@ develop
 test: .venv/.dev data  ## run the tests (DEVICE=cuda: on GPUs)

@@ -16,6 +16,7 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from shlex import quote
 
 from bench.phases import ROOT, find_package
 from nanoGPT.errors import ConfigError
@@ -147,9 +148,10 @@ def write_project(package: str, to: Path, copied: list[Path]) -> None:
     web = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["web"]
     copied_packages = sorted({path.relative_to(ROOT).parts[0] for path in copied})
     (to / "requirements.txt").write_text("".join(f"{line}\n" for line in find_requirements(copied)))
+    name = re.sub(r"[^A-Za-z0-9]+", "-", to.resolve().name).strip("-") or "trainer"  # as pip requires it
     (to / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n\n'
-        f'[project]\nname = "{to.resolve().name}"\nversion = "0.1.0"\nrequires-python = ">=3.11"\n'
+        f'[project]\nname = "{name}"\nversion = "0.1.0"\nrequires-python = ">=3.11"\n'
         f'dynamic = ["dependencies"]\n\n[project.optional-dependencies]\nweb = {json.dumps(web)}\n\n'
         '[tool.setuptools.dynamic]\ndependencies = {file = "requirements.txt"}\n\n'
         f"[tool.setuptools.packages.find]\ninclude = {[f'{each}*' for each in copied_packages]}\nnamespaces = false\n"
@@ -201,7 +203,8 @@ def copy_phase(phase: str, to: Path, packages: tuple[str, ...] = ()) -> None:
     copied = copy_modules(package, to, datasets, list(packages))
     copy_datasets(to, datasets)
     write_project(package, to, copied)
-    print(f"copied {phase} with {len(copied)} modules into {to}: read its README.md, or run cd {to} && python train.py")
+    command = f"cd {quote(str(to))} && python train.py"
+    print(f"copied {phase} with {len(copied)} modules into {to}: read its README.md, or run {command}")
 
 
 def main(phase: str, to: str, packages: str = "") -> None:

@@ -51,13 +51,19 @@ def append_to_log(out_dir: str | Path, source: str, text: str) -> None:
             file.write(line.encode("utf-8", "replace"))
 
 
-def read_lines_before(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file from before `step`. Damaged lines are left out."""
+def read_lines_before(path: Path, step: int, eval_interval: int) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file that a run which starts at `step` will not write again.
+
+    These are the lines from before `step`, and one of an evaluation at the end of the earlier start, unless the run
+    begins with an evaluation. Damaged lines are left out.
+    """
     lines = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            if json.loads(line)["step"] < step:
-                lines.append(json.loads(line))
+            values = json.loads(line)
+            is_last_evaluation = values["step"] == step and values["loss"] is None and step % eval_interval > 0
+            if values["step"] < step or is_last_evaluation:
+                lines.append(values)
     return lines
 
 
@@ -112,7 +118,7 @@ class Log(Observer):
         text = f"{self.tokens_per_step:,} tokens of {self.config.dataset} per step: {count} micro-batches of {shape}, "
         text += "on any number of ranks"
         try:
-            lines = read_lines_before(path, self.first_step)
+            lines = read_lines_before(path, self.first_step, self.config.eval_interval)
             tokens_before = count_tokens(self.out_dir, lines, self.first_step, self.tokens_per_step)
             if self.config.eval_only:  # the files describe the run that trains
                 self.run.print0(text)

@@ -12,7 +12,7 @@ from nanoGPT.job.log import Log, count_tokens
 from nanoGPT.model import GPTConfig
 from nanoGPT.observers import Observer
 from operate.run_files import read_json_lines
-from tests.helpers.training import call_train, tiny, train
+from tests.helpers.training import call_train, read_metric, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 ONE_RANK = (0, 0, 1, 1, torch.device("cpu"), torch.float32)
@@ -51,6 +51,17 @@ def test_env_describes_the_run(runs):
         "dtype": "torch.float32 (the default on cpu)",
     }
     assert env["versions"]["torch"] == torch.__version__ and env["hardware"]
+
+
+def test_a_resume_keeps_the_evaluation_at_the_end_of_the_earlier_start(tmp_path):
+    """The validation loss after the last step stays, because the resumed run does not measure it again."""
+    fields = {"max_iters": 4, "eval_interval": 3, "eval_iters": 1, "n_layer": 1}
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
+    before = read_metric(tmp_path, "val_loss")
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **{**fields, "max_iters": 7, "init_from": "resume"}))
+    after = read_metric(tmp_path, "val_loss")
+    assert list(after) == [0, 3, 4, 6, 7] and {step: after[step] for step in before} == before
+    assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 4, 5, 6, 7]
 
 
 def test_tokens_are_counted_on_after_a_resume_with_another_batch(tmp_path):

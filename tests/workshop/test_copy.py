@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 
 import pytest
 
@@ -80,12 +81,14 @@ def test_a_copy_is_complete(tmp_path):
     assert re.findall(r"\]\(([^)]+)\)", texts["README.md"]) == []
     for program in re.findall(r"python -m ([\w.]+)", texts["README.md"]):
         assert f"{program.replace('.', '/')}.py" in files
-    copy_phase("phase3", tmp_path / "fsdp")
-    for path in (tmp_path / "fsdp").rglob("*.py"):
+    fsdp = tmp_path / 'my "trainer"'
+    copy_phase("phase3", fsdp)
+    for path in fsdp.rglob("*.py"):
         text = path.read_text()
         assert not target.search(text) and "operate/deploy" not in text, path
         for config in re.findall(r"train\.py (config/\S+\.py)", text):
-            assert (tmp_path / "fsdp" / config).is_file(), (path, config)
+            assert (fsdp / config).is_file(), (path, config)
+    assert tomllib.loads((fsdp / "pyproject.toml").read_text())["project"]["name"] == "my-trainer"  # pip accepts it
     copy_phase("phase3", tmp_path / "watched", ("operate", "measure"))
     assert {"operate/observer.py", "measure/ledger.py", "phase3_fsdp/costs.py", "evaluate.py"} <= {
         str(path.relative_to(tmp_path / "watched")) for path in (tmp_path / "watched").rglob("*.py")

@@ -23,7 +23,7 @@ REFUSED_CALLS = [
     "all_gather",
 ]
 REFUSED_CALLS += ["all_gather_into_tensor", "all_gather_single", "all_gather_object", "broadcast_object_list"]
-REFUSED_CALLS += ["reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"]
+REFUSED_CALLS += ["reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "batch_isend_irecv", "P2POp"]
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def count_sent_bytes() -> Iterator[list[int]]:
 
     def refuse(name: str) -> Any:
         def call(*_: Any, **__: Any) -> Any:
-            expect(False, f"Your code calls dist.{name}: use only send and receive, to see what this collective does.")
+            expect(False, f"Your code calls dist.{name}: use only send, recv, isend and irecv, to see what it does.")
 
         return call
 
