@@ -143,7 +143,9 @@ def train(
     }
     values |= {"min_lr": 6e-5, "warmup_iters": 5, "eval_interval": 10**6, "eval_iters": 1, "max_iters": WARMUP + 15}
     values |= {"gradient_accumulation_steps": 4, "batch_size": choose_batch_size(place, model)}
-    values |= fields | (TINY if place.is_dry else {}) | (fields if saved_run else {})
+    values |= fields | (TINY if place.is_dry else {})
+    if saved_run:
+        values["max_iters"] = fields["max_iters"]  # the saves are in these steps, also in a dry run
     values |= {"log_interval": 1, "out_dir": str(out_dir), "device": place.device.type}
     config = trainer.Config(**values)
     with contextlib.ExitStack() as patches:

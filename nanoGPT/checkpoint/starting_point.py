@@ -69,8 +69,6 @@ def read_starting_point(
         ConfigError: the shape, context length or tokenizer of the weights does not match the configuration.
     """
     weights = None
-    if trains and not config.eval_only:
-        report_schedule(config, checkpoint, run)
     if checkpoint:
         check_resume(config, data, checkpoint, trains)
         shape = read_shape(checkpoint.path, checkpoint.manifest["model_args"])
@@ -99,6 +97,8 @@ def read_starting_point(
         )
     shape.dropout = config.dropout
     check_model(shape)
+    if trains and not config.eval_only:
+        report_schedule(config, checkpoint, run)
     return shape, weights
 
 

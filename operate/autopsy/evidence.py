@@ -99,10 +99,9 @@ def read_evidence(folder: Path) -> Evidence:
     with contextlib.suppress(OSError):
         evidence.verdict = (folder / "stacks" / f"stalled-{token}.txt").read_text().strip()
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.jsonl").items():
-        if records := [
-            each for each in read_json_lines(path) if each.get("run", token) == token
-        ]:  # of the newest start
-            evidence.records[rank] = records
+        of_newest_start = [each for each in read_json_lines(path) if each.get("run", token) == token]
+        if of_newest_start:
+            evidence.records[rank] = of_newest_start
     for rank, path in read_by_rank(folder / "diagnostics", "rank*.json").items():
         if rank in evidence.records:
             evidence.summaries[rank] = read_json_object(path)

@@ -10,10 +10,8 @@ from workshop.ranks import run_on_ranks
 
 
 def train_with_delays(config: TrainConfig) -> None:
-    buckets.all_gather, buckets.reduce_scatter = (
-        delay_results(buckets.all_gather),
-        delay_results(buckets.reduce_scatter),
-    )
+    buckets.all_gather = delay_results(buckets.all_gather)
+    buckets.reduce_scatter = delay_results(buckets.reduce_scatter)
     call_train("phase1_zero1", config)
 
 
