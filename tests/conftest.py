@@ -30,11 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of tests that run at a time: 3 for 2 cores, because some tests wait.
 
-    A test uses up to 2 GiB of memory. On GPUs, two tests share them at a time.
+    A test uses up to 2 GiB of memory. At most six tests share the GPUs at a time.
     """
-    if config.getoption("--device") == "cuda":
-        return 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    if config.getoption("--device") == "cuda":
+        return max(2, min(6, cores // 2))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(2, min(3 * cores // 2, memory // (2 << 30)))
 

@@ -88,7 +88,7 @@ def list_tasks(is_dry: bool) -> list[Task]:
         trainers = {"baseline": "nanoGPT/train.py", "phase3": "phase3_fsdp/train.py"}
         tasks += [Task(f"profile.{phase}", 300, words=(*profiler, trainer)) for phase, trainer in trainers.items()]
         tasks += [Task(f"sanitizer.{tool}", 300, (tool,)) for tool in ("memcheck", "racecheck")]
-        tests = ("-m", "pytest", "--device=cuda", "-m", "gpu and not slow", "-n", "2", "--timeout=300")
+        tests = ("-m", "pytest", "--device=cuda", "-m", "gpu and not slow", "--timeout=300")
         tasks.append(Task("tests.kernels", 1800, words=(*tests, "tests/phase2")))
         tasks.append(Task("tests.trainers", 1800, words=(*tests, *TESTS)))
     return tasks
