@@ -54,11 +54,14 @@ class Place:
 
 
 def describe_machine(place: Place) -> dict[str, Any]:
-    """Return the hardware, the versions and the kernels, which all results in a directory share."""
+    """Return the hardware, the versions and the kernels, which all results in a directory share.
+
+    They may have other tile sizes, so that `tuning` does not make all other results obsolete.
+    """
     if not place.is_dry and not torch.cuda.is_available():
         raise Skipped("torch finds no GPU: use --dry_run for small versions of everything on a CPU")
     origin = describe_origin(place.device)
-    identity = [origin["hardware"], origin["versions"], hash_sources()]
+    identity = [origin["hardware"], origin["versions"], hash_sources("*.py")]
     return {"origin": origin, "identity": identity, "is_dry": place.is_dry, "summary": origin["hardware"]}
 
 

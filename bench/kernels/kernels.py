@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,14 +37,15 @@ class Stopwatch:
 
     On a GPU, a sleeping kernel runs before the first event. Meanwhile the host queues the kernels of the call, so the
     time between the events contains no waiting for Python. If the host needs longer, the call is timed again with
-    twice the sleep, up to MAX_SLEEP_MS.
+    twice the sleep. A call for which MAX_SLEEP_MS are too short waits for the GPU itself, and gets no sleep at all.
     """
 
     MAX_SLEEP_MS = 256
     CYCLES_PER_MS = 2_000_000  # of the fastest GPU; on a slower one the sleep is longer
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda, self.sleep_ms = device.type == "cuda", 4
+        self.cuda = device.type == "cuda"
+        self.sleep_ms: WeakKeyDictionary[Callable[[], Any], int] = WeakKeyDictionary()
         self.flush_buffer = torch.empty(256 * 2**20 if self.cuda else 2**20, dtype=torch.int8, device=device)
 
     def time(self, call: Callable[[], Any]) -> float:
@@ -57,14 +59,15 @@ class Stopwatch:
             call()
             return 1000 * (time.perf_counter() - start)
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(self.sleep_ms * self.CYCLES_PER_MS)
+        sleep_ms = self.sleep_ms.get(call, 4)
+        torch.cuda._sleep(sleep_ms * self.CYCLES_PER_MS)
         start_event.record()
         call()
         end_event.record()
         has_waited = start_event.query()  # the sleep ended before the host had queued everything
         end_event.synchronize()
-        if has_waited and self.sleep_ms < self.MAX_SLEEP_MS:
-            self.sleep_ms *= 2
+        if has_waited and sleep_ms:
+            self.sleep_ms[call] = 2 * sleep_ms if sleep_ms < self.MAX_SLEEP_MS else 0
             return self.time(call)
         return start_event.elapsed_time(end_event)
 

@@ -56,9 +56,9 @@ def constexpr(value: Any) -> Any:
 LOG2E = constexpr(math.log2(math.e))  # exp(x) is exp2(x * LOG2E)
 
 
-def hash_sources() -> str:
+def hash_sources(pattern: str = "*.*") -> str:
     """Return a digest of the kernels' files. With the same Triton, equal files compile to the same code."""
-    files = sorted(Path(__file__).parent.glob("*.*"))
+    files = sorted(Path(__file__).parent.glob(pattern))
     return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
 
 

@@ -26,7 +26,7 @@ def guard(tensor: Tensor) -> Tensor:
     Around integers, the bands contain a negative number that is far from any label.
     """
     band_value = float("nan") if tensor.is_floating_point() else -(10**9)
-    copy = GuardedBuffers(band_value).allocate(tensor.shape, tensor.dtype).copy_(tensor)
+    copy = GuardedBuffers(band_value).allocate(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
     return copy.requires_grad_(tensor.requires_grad)
 
 
@@ -38,15 +38,16 @@ class GuardedBuffers:
         self.buffers: list[Tensor] = []
         self.original_empty = torch.empty  # `guard_bands` patches torch.empty
 
-    def allocate(self, shape: Any, dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = torch.Size(shape).numel()
-        buffer = self.original_empty(size + 2 * BAND, dtype=dtype).fill_(self.band_value)
+        buffer = self.original_empty(size + 2 * BAND, dtype=dtype, device=device).fill_(self.band_value)
         self.buffers.append(buffer)
         inner = buffer[BAND : BAND + size]
         return (inner.fill_(float("nan")) if dtype.is_floating_point else inner).view(shape)
 
     def are_bands_intact(self) -> bool:
-        bands = (band for buffer in self.buffers for band in (buffer[:BAND], buffer[-BAND:]))
+        buffers = [buffer for buffer in self.buffers if not buffer.is_meta]
+        bands = (band for buffer in buffers for band in (buffer[:BAND], buffer[-BAND:]))
         return all(bool((band == self.band_value).all()) for band in bands)
 
 
@@ -61,15 +62,15 @@ def guard_bands() -> Iterator[GuardedBuffers]:
     """
     buffers = GuardedBuffers(RESULT_BAND)
 
-    def empty(*shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    def empty(*shape: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return buffers.allocate(sizes, dtype or torch.get_default_dtype())
+        return buffers.allocate(sizes, dtype or torch.get_default_dtype(), device or torch.get_default_device())
 
     def empty_like(like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return buffers.allocate(like.shape, dtype or like.dtype)
+        return buffers.allocate(like.shape, dtype or like.dtype, like.device)
 
     def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return empty(*shape, dtype=dtype or self.dtype)
+        return empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
     with (
         mock.patch.object(torch, "empty", empty),

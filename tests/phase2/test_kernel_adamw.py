@@ -38,16 +38,18 @@ def run_steps(optimizer_class, steps, dtype=torch.float32, missing=(), **options
 
 
 def test_24_steps_are_as_exact_as_torchs():
-    """With two groups, odd sizes and some missing gradients, the kernel is as near to fp64 as torch's fused AdamW
-    is."""
+    """With two groups, odd sizes and some missing gradients, the kernel is as near to fp64 as torch's fused AdamW on a
+    CPU, which rounds at the same places."""
     missing = [(0, 1), (3, 2), (4, 2), (9, 0)]
     ours, our_optimizer = run_steps(TritonAdamW, 24, missing=missing)
-    fused, fused_optimizer = run_steps(torch.optim.AdamW, 24, missing=missing, fused=True)
-    exact, exact_optimizer = run_steps(torch.optim.AdamW, 24, torch.float64, missing=missing)
+    with torch.device("cpu"):
+        fused, fused_optimizer = run_steps(torch.optim.AdamW, 24, missing=missing, fused=True)
+        exact, exact_optimizer = run_steps(torch.optim.AdamW, 24, torch.float64, missing=missing)
     for a, b, c in zip(ours, fused, exact, strict=True):
-        assert_near(a, b, c)
+        assert_near(a.cpu(), b, c)
         for name in ("exp_avg", "exp_avg_sq"):
-            assert_near(our_optimizer.state[a][name], fused_optimizer.state[b][name], exact_optimizer.state[c][name])
+            state = our_optimizer.state[a][name].cpu()
+            assert_near(state, fused_optimizer.state[b][name], exact_optimizer.state[c][name])
         assert our_optimizer.state[a]["step"].item() == exact_optimizer.state[c]["step"].item()
 
 

@@ -60,7 +60,8 @@ def test_rows_far_from_zero_are_as_exact_as_torch():
 
 def test_chunks_cover_all_columns(monkeypatch):
     """With chunks of 16 columns and tiles of 4 rows, an odd number of rows and of columns are as exact as in torch."""
-    monkeypatch.setattr(layernorm, "select_config", lambda *_: {"rows": 4, "block": 16, "programs": 2})
+    tiles = {"layernorm_forward": {"rows": 4, "block": 16}, "layernorm_backward": {"rows": 4, "programs": 2}}
+    monkeypatch.setattr(layernorm, "select_config", lambda kernel, _: dict(tiles[kernel]))
     x, branch, weight, bias = make_inputs(7, 45)
     far = (x.detach() + 1e3).requires_grad_()
     assert_as_exact_as_torch(layernorm.add_layer_norm, add_layer_norm_reference, (far, branch, weight, bias), 3.0)
@@ -82,7 +83,8 @@ def test_the_steps_match_the_reference():
 
 def test_programs_cover_all_rows(monkeypatch):
     """With 3 programs and tiles of 2 rows for 17 rows, each program sums multiple tiles. dW and dB are complete."""
-    monkeypatch.setattr(layernorm, "select_config", lambda *_: {"rows": 2, "block": 128, "programs": 3})
+    tiles = {"layernorm_forward": {"rows": 2, "block": 128}, "layernorm_backward": {"rows": 2, "programs": 3}}
+    monkeypatch.setattr(layernorm, "select_config", lambda kernel, _: dict(tiles[kernel]))
     assert_as_exact_as_torch(layernorm.add_layer_norm, add_layer_norm_reference, make_inputs(17, 100), factor=3.0)
 
 

@@ -153,7 +153,7 @@ def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_s
     TritonConfig(**fields).check(1)
     config = TritonConfig(compile=is_compiled, **fields)
     uses_kernel = type(kernel_optimizer(net, config)).__name__ == "TritonAdamW"
-    assert uses_kernel is (next(net.parameters()).device.type == "cuda")
+    assert not uses_kernel
 
 
 @pytest.mark.slow
