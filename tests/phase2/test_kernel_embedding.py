@@ -71,7 +71,7 @@ def test_segments_can_begin_and_end_within_windows(monkeypatch, kind):
 
 
 def test_the_steps_match_the_final_kernels():
-    """Sums by atomics and by full segments are as exact as the sums of the final kernels."""
+    """Sums by atomics and by full segments are as exact as the sums of the final kernels, in any order."""
     idx, dout = make_tokens(4, 33, 75), draw_normal((4, 33, 70)).float()
     with guard_bands():
         by_atomics, by_segments, final = (
@@ -79,7 +79,7 @@ def test_the_steps_match_the_final_kernels():
         )
     exact = torch.zeros(75, 70, dtype=torch.float64).index_add_(0, idx.flatten(), dout.view(-1, 70).double())
     for actual in (by_atomics, by_segments, final):
-        assert_near(actual, exact.float(), exact, factor=4)
+        assert_near(actual, exact.float(), exact, factor=8)
 
 
 def test_any_layout_works():

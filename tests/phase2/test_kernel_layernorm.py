@@ -31,9 +31,13 @@ def add_layer_norm_reference(x, branch, weight, bias=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("M", "N", "bias"), [(1, 769, True), (33, 1023, False), (129, 1600, True), (7, 1, True)])
 def test_add_layer_norm_is_as_exact_as_torch(M, N, bias, dtype):
-    """Results and gradients are as exact as torch's, at ragged widths and odd numbers of rows, with and without
-    bias."""
-    assert_as_exact_as_torch(layernorm.add_layer_norm, add_layer_norm_reference, make_inputs(M, N, dtype, bias))
+    """Results and gradients are as exact as torch's, at ragged widths and odd numbers of rows, with and without bias.
+
+    With a single column, the terms of dx cancel. Their rounding is multiplied by rstd, which is 1 / sqrt(1e-5) there.
+    """
+    inputs = make_inputs(M, N, dtype, bias)
+    allowed = torch.finfo(torch.float32).eps * 1e-5**-0.5 if N == 1 else 0.0
+    assert_as_exact_as_torch(layernorm.add_layer_norm, add_layer_norm_reference, inputs, allowed=allowed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
