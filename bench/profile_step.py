@@ -90,7 +90,9 @@ class Observer(observers.Observer):
         folder = Path(self.config.out_dir).parent
         self.profiler.export_chrome_trace(str(folder / f"rank{self.run.rank}.json.gz"))
         if self.run.is_main:
-            table = self.profiler.key_averages().table(sort_by=self.sort, row_limit=10, max_name_column_width=60)
+            averages = self.profiler.key_averages()
+            averages[:] = [each for each in averages if not each.key.startswith("step ")]  # they contain all others
+            table = averages.table(sort_by=self.sort, row_limit=10, max_name_column_width=60)
             (folder / "operators.txt").write_text(table)
             (folder / "timeline.json").write_text(json.dumps(collect_spans(self.profiler.events())))
 

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -93,60 +92,6 @@ def test_ready_twice(reentrant, uses, how):
             assert not message
             if (reentrant, uses, how) != SILENT_CASE:
                 torch.testing.assert_close(gradients, expected)
-
-
-def train_without_sync(uses: int, reentrant: bool, how: str) -> tuple[str, bool]:
-    """Accumulate in `no_sync`, reduce by hand, then run a backward pass that synchronizes.
-
-    Args:
-        how: "plain", or an option of DDP; with " later", a step that synchronizes comes first.
-
-    Returns:
-        The stage that raised an error ("" if none did), and whether the gradients of the completed stages are correct.
-    """
-    module, reference = ModuleWithReusedBlock(uses, reentrant), ModuleWithReusedBlock(uses, False)
-    reference(torch.ones(2, 4)).sum().backward()
-    expected = [p.grad for p in reference.parameters()]
-    option = how.removesuffix(" later")
-    wrapped = DDP(module, **({} if option == "plain" else {option: True}))  # type: ignore[arg-type]
-    if how != option:
-        wrapped(torch.ones(2, 4)).sum().backward()
-        module.zero_grad()
-    stage, is_correct = "no_sync", False
-    try:
-        with wrapped.no_sync():
-            wrapped(torch.ones(2, 4)).sum().backward()
-        by_hand = [p.grad.clone() for p in module.parameters()]
-        for grad in by_hand:
-            dist.all_reduce(grad)
-        is_correct = all(torch.allclose(a / 2, b) for a, b in zip(by_hand, expected, strict=True))
-        stage = "sync"
-        wrapped(torch.ones(2, 4)).sum().backward()  # adds to the gradients of no_sync
-        pairs = zip(module.parameters(), expected, strict=True)
-        return "", is_correct and all(torch.allclose(p.grad, 2 * b) for p, b in pairs)
-    except RuntimeError:
-        return stage, is_correct
-
-
-def test_no_sync_delays_ready_twice():
-    """In `no_sync` no case of "marked as ready twice" fails, and reducing the gradients by hand gives the right mean.
-
-    The cases that fail without `no_sync` fail in the backward pass that synchronizes. With static_graph, torch 2.13
-    does not support `no_sync` in the first step, with either form of checkpointing. In later steps, all cases work.
-    """
-
-    options = ("plain", "static_graph", "static_graph later", "find_unused_parameters")
-
-    def run_all_cases() -> dict:
-        cases = itertools.product((True, False), (1, 2), options)
-        return {case: train_without_sync(case[1], case[0], case[2]) for case in cases}
-
-    for results in run_on_ranks(run_all_cases, 2, show=False):
-        for case, result in results.items():
-            if case[2] == "static_graph":
-                assert result == ("no_sync", False)
-            else:
-                assert result == ("sync" if case in FAILING_CASES else "", True), case
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "every_2"])
