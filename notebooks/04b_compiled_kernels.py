@@ -229,7 +229,7 @@ with record_launches("sm_90"):  # use the tile sizes, and therefore the workspac
         "cross-entropy": cross_entropy.cost(M, 50304, bfloat16_bytes),
         "bias + GELU": gelu.cost(M, 4 * C, bfloat16_bytes),
         "embedding": embedding.cost(M // T, T, 50304, C, 4),
-        "AdamW": (adamw.cost(124_337_664, 4, 148),),
+        "AdamW": (adamw.cost(124_373_760, 4, 75),),
         "attention": attention.cost(M // T, 12, T, 64, bfloat16_bytes),
         "linear + cross-entropy": (linear_cross_entropy.cost(M, C, 50304, bfloat16_bytes),),
     }
@@ -260,7 +260,7 @@ draw_roofline(points, h100, ALTERNATIVES)
 # %% [markdown]
 # **These limits are computed from a data sheet.** No kernel ran on an H100 for this figure, and no real kernel reaches
 # the peak of a data sheet. On a GPU, `make bench NAME=kernels` first measures the memory bandwidth and the matrix rate of
-# that GPU. Then it measures each kernel and torch's version of it, and draws the same plot from the measurements.
+# that GPU. Then it measures each kernel and torch's version of it ([results of an H200](../docs/results.md#kernels)).
 #
 # Upward triangles are forward passes, and downward triangles are backward passes. Circles are both passes together, or
 # one optimizer step. White triangles are the same FLOPs with more bytes: LayerNorm as the separate operations of
