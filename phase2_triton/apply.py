@@ -57,10 +57,6 @@ class TritonConfig(TrainConfig):
     """number of transformer blocks"""
     n_head: int = 2
     """attention heads per block"""
-    learning_rate: float = 4e-3
-    """peak learning rate"""
-    min_lr: float = 4e-4
-    """learning rate after the cosine decay"""
     max_iters: int = 50
     """total number of optimizer steps"""
     warmup_iters: int = 15
