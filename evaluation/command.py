@@ -79,7 +79,7 @@ def start_ranks(ranks: int, arguments: list[str]) -> int:
             elastic_launch(agent, sys.executable)("-m", "evaluation", *arguments)
             return 0
         except ChildFailedError as error:
-            rank, failure = find_root_cause(error.failures)
+            rank, failure = find_root_cause(error.failures, ranks)
             code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
             if failure.exitcode < 0:
                 reason = f"it was killed by {signal.Signals(-failure.exitcode).name}: {CONTINUE}"

@@ -158,7 +158,14 @@ class Observers(Observer):
             each.save(step, path)
 
     def explain(self, error: BaseException) -> str | None:
-        return next(filter(None, (each.explain(error) for each in self.members)), None)
+        """Return the first explanation. An observer that fails here does not replace the error."""
+        for each in self.members:
+            try:
+                if sentence := each.explain(error):
+                    return sentence
+            except Exception as failure:
+                print_failure(failure)
+        return None
 
     def end(self, error: BaseException | None) -> None:
         """Call `end` on all observers in reverse order, also if one fails. An earlier error is not replaced."""
@@ -171,8 +178,11 @@ class Observers(Observer):
         if failures and error is None:
             raise failures[0]
         for each_failure in failures:
-            name = type(each_failure).__name__
-            print(f"an observer failed at the end of the run: {name}: {each_failure}", file=sys.stderr)
+            print_failure(each_failure)
+
+
+def print_failure(failure: BaseException) -> None:
+    print(f"an observer failed at the end of the run: {type(failure).__name__}: {failure}", file=sys.stderr)
 
 
 def find_default_observers() -> str:

@@ -154,10 +154,15 @@ def forward_signals(received_signals: list[int]) -> None:
     signal.signal(signal.SIGQUIT, forward)
 
 
-def find_root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def find_root_cause(failures: dict[int, ProcessFailure], ranks: int) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure. The other ranks failed because they lost this rank.
 
-    It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection.
+    It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection. If
+    all ranks of the job have failed here, and none of them for a reason of its own, something has sent SIGTERM to one.
+
+    Args:
+        failures: of the ranks of this node. The agent has sent SIGTERM to ranks that were still running.
+        ranks: of the job.
     """
 
     def sort_key(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
@@ -166,6 +171,8 @@ def find_root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFa
             return 2, failure.timestamp
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return 0, failure.timestamp
+        if failure.exitcode == -signal.SIGTERM and len(failures) == ranks:
+            return 2, failure.timestamp
         is_consequence = blames_peer(failure.message) or "Signal 15" in failure.message
         return (3 if is_consequence else 1), failure.timestamp
 
@@ -263,14 +270,14 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
     received_signals: list[int] = []
     forward_signals(received_signals)
     try:
-        folder = logs if config.eval_only else f"{config.out_dir}/logs"  # an evaluation writes nothing into out_dir
+        folder = logs if config.eval_only else f"{config.out_dir}/logs"  # those of the training stay
         elastic_launch(copy_output(configure_agent(place, logs), folder), sys.executable)(*command)
         return 0
     except ChildFailedError as error:
         watch.read_heartbeats()
         if (verdict := watch.verdict()) and verdict[0] == STALLED:
             return report_exit(config, *verdict)
-        rank, failure = find_root_cause(error.failures)
+        rank, failure = find_root_cause(error.failures, place.world_size)
         if not blames_peer(failure.message):
             watch.report_lost_rank(rank)  # the launchers of other nodes cannot know it
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)

@@ -64,6 +64,7 @@ class Flags(observers.Flags):
     @property
     def timeout(self) -> timedelta:
         """Return a timeout that is longer than `stall_seconds`, so that the watchdog reports a hang first."""
+        Flags.check(self, 1)  # a launcher asks for the timeout before it checks the configuration
         return max(super().timeout, 2 * timedelta(seconds=self.stall_seconds))
 
 

@@ -137,7 +137,8 @@ class Log(Observer):
             (self.out_dir / "env.json").write_text(json.dumps(self._describe_environment(), indent=1) + "\n")
             return tokens_before
         except OSError as error:
-            raise ConfigError(f"{error.filename} is not writable ({error.strerror}): move it away") from None
+            path = error.filename or self.out_dir  # writing to a full disk names no file
+            raise ConfigError(f"{path} is not writable ({error.strerror}): move it away, or free some space") from None
 
     def _describe_environment(self) -> dict[str, Any]:
         return {

@@ -309,8 +309,9 @@ def test_the_root_cause_is_named(lost_message, tmp_path):
     aborted = failure(5, -signal.SIGABRT, "Signal 6 (SIGABRT) received by PID 1", 0)  # by NCCL's watchdog
     failures = dict(enumerate((lost, terminated, late, early, killed, aborted)))
     for rank in (4, 3, 2, 5, 0):
-        assert find_root_cause(failures)[0] == rank
+        assert find_root_cause(failures, 7)[0] == rank
         del failures[rank]
+    assert find_root_cause({0: lost, 1: terminated}, 2)[0] == 1  # nobody else can have lost this rank
 
 
 def test_a_repeated_signal_does_not_change_the_end_of_a_run(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
-from nanoGPT.observers import Observer, find_default_observers
+from nanoGPT.observers import Observer, Observers, find_default_observers
 from nanoGPT.train_config import TrainConfig, validate
 from tests.helpers.programs import make_flags, run_program
 from tests.helpers.training import ROOT, TINY, tiny, train
@@ -97,6 +97,30 @@ def test_flags_of_an_observer_are_checked(flags, problem, modules):
     (modules / "my_ledger.py").write_text((ROOT / "measure" / "observer.py").read_text())
     with pytest.raises(ConfigError, match=problem):
         validate(parse(TrainConfig, flags, ROOT / "nanoGPT" / "train.py"), 1)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+def test_a_launcher_refuses_an_impossible_timeout(seconds):
+    """A launcher asks for the timeout, which depends on --stall_seconds, before it checks any value."""
+    config = parse(TrainConfig, [f"--stall_seconds={seconds}"], ROOT / "nanoGPT" / "train.py")
+    with pytest.raises(ConfigError, match="--stall_seconds=.* is out of range"):
+        _ = config.timeout
+
+
+def test_an_explanation_that_fails_does_not_replace_the_error(capsys):
+    """Its own error is printed, and the next observer explains the error."""
+
+    class Failing(Observer):
+        def explain(self, error):
+            raise KeyError("broken")
+
+    class Explaining(Observer):
+        def explain(self, error):
+            return "the reason"
+
+    observers = Observers(None)
+    observers.members = [Failing(None), Explaining(None)]
+    assert observers.explain(ValueError()) == "the reason" and "KeyError: 'broken'" in capsys.readouterr().err
 
 
 def test_a_run_without_observers_has_the_same_losses(tmp_path):
