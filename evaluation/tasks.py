@@ -42,7 +42,10 @@ def write_tasks(
         ConfigError: the prompt has unknown characters, or does not fit into the context with the tokens to generate.
     """
     symbols = choose_symbols(model.codec) if isinstance(problem, ArcProblem) else ""
-    ids = prompter.write(problem, symbols)
+    try:
+        ids = prompter.write(problem, symbols)
+    except ConfigError as error:
+        raise ConfigError(f"the prompt of {problem.id}: {error}, or --skip_bad=True") from None
     max_new = model.context + 1 - len(ids)
     if max_new < 1 or (config.tokens or 0) > max_new:
         remedy = f"--tokens={max_new} or less" if max_new > 0 else "a model with a longer context, or --skip_bad=True"

@@ -111,6 +111,9 @@ def find_hang(evidence: Evidence) -> Cause | None:
     ranks = [int(number) for number in re.findall(r"^rank (\d+)", text)]
     others = [describe_heartbeat(r, beat) for r, beat in evidence.heartbeats.items() if r not in ranks]
     stacks = evidence.folder / "stacks" / f"rank{ranks[0] if ranks else 0}.txt"
+    if "the process is stopped" in text:  # it continued to write its stacks, and called more collectives
+        remedy = "find what stopped this process with SIGSTOP, such as a debugger or the batch system, and resume"
+        return Cause("hang", text, others[:3], remedy)
     lines = [*others[:3], *compare_collectives(evidence)]
     return Cause("hang", text, lines, f"look at this line of code, and at the stacks of all threads in {stacks}")
 

@@ -68,6 +68,17 @@ def test_a_short_run_has_no_straggler(waiting, beats, kind, tmp_path):
     assert find_cause(Evidence(tmp_path, heartbeats=heartbeats)).kind == kind
 
 
+def test_a_stopped_process_is_not_compared(tmp_path):
+    """A process that SIGSTOP has stopped continues to write its stacks, so its collectives prove nothing."""
+    verdict = "rank 1 has made no progress for 5 s in step 3, update (according to its last heartbeat; {})"
+    collectives = {"gloo": {rank: [{"pg_id": 0, "collective_seq_id": 7 + rank}] for rank in (0, 1)}}
+    found = [
+        find_cause(Evidence(tmp_path, verdict=verdict.format(state), collectives=collectives))
+        for state in ("the process is stopped", "the process does not respond")
+    ]
+    assert "SIGSTOP" in found[0].remedy and not found[0].evidence and len(found[1].evidence) == 1
+
+
 def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
     """A rank that was killed is named with the signal. A run that a signal stopped has no fault."""
     for folder in ("killed", "stopped"):
