@@ -157,9 +157,9 @@ def forward_signals(received_signals: list[int]) -> None:
 def find_root_cause(failures: dict[int, ProcessFailure], ranks: int) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure. The other ranks failed because they lost this rank.
 
-    It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection. The
-    agent sends SIGTERM to all ranks that are left. But if all `ranks` of the job have failed here, and none for a reason
-    of its own, the cause was a SIGTERM to one of them.
+    It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection.
+    The agent sends SIGTERM to all ranks that are left. But if all `ranks` of the job have failed here, and none for a
+    reason of its own, the cause was a SIGTERM to one of them.
     """
 
     def sort_key(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
