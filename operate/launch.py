@@ -267,7 +267,7 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
     received_signals: list[int] = []
     forward_signals(received_signals)
     try:
-        folder = logs if config.eval_only else f"{config.out_dir}/logs"  # those of the training stay
+        folder = logs if config.eval_only else f"{config.out_dir}/logs"  # the logs of the training stay
         elastic_launch(copy_output(configure_agent(place, logs), folder), sys.executable)(*command)
         return 0
     except ChildFailedError as error:

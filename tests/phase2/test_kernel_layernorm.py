@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phase2_triton.kernels import layernorm
-from phase2_triton.kernels.core import KernelError
+from phase2_triton.kernels.core import KernelError, is_interpreted
 from tests.helpers.kernels import (
     assert_as_exact_as_torch,
     assert_registered,
@@ -33,10 +33,11 @@ def add_layer_norm_reference(x, branch, weight, bias=None):
 def test_add_layer_norm_is_as_exact_as_torch(M, N, bias, dtype):
     """Results and gradients are as exact as torch's, at ragged widths and odd numbers of rows, with and without bias.
 
-    With a single column, the terms of dx cancel. Their rounding is multiplied by rstd, which is 1 / sqrt(1e-5) there.
+    With a single column, the terms of dx cancel, but not exactly where a GPU fuses a multiplication and an addition.
+    This rounding is multiplied by rstd, which is 1 / sqrt(1e-5) there.
     """
     inputs = make_inputs(M, N, dtype, bias)
-    allowed = torch.finfo(torch.float32).eps * 1e-5**-0.5 if N == 1 else 0.0
+    allowed = torch.finfo(torch.float32).eps * 1e-5**-0.5 if N == 1 and not is_interpreted() else 0.0
     assert_as_exact_as_torch(layernorm.add_layer_norm, add_layer_norm_reference, inputs, allowed=allowed)
 
 
