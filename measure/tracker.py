@@ -256,7 +256,7 @@ class MemoryTracker(TorchDispatchMode):
     def _count_storage(self, storage: torch.UntypedStorage, category: str | None, is_new: bool = True) -> None:
         if self._freed:
             self._remove_freed()  # the new storage may have the address of a freed one
-        size, key = storage.nbytes(), storage._cdata
+        size, key = self._size_of(storage), storage._cdata
         live = self._live.get(key)
         if live is None:
             ref = weakref.ref(storage, lambda _: self._freed.append(key))
@@ -269,6 +269,9 @@ class MemoryTracker(TorchDispatchMode):
             self._change_category(live, category)
         self._now[live.category] += size - live.bytes
         live.bytes = size
+
+    def _size_of(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes()
 
     def _add_to_earlier(self, size: int, category: str) -> None:
         """Add bytes that have existed from the start to all recorded totals."""

@@ -1,13 +1,15 @@
 """Predict memory and time of one phase: trace models with a few blocks and extrapolate to the full model."""
 
-import itertools
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from bench.plan.speed import (
     GPUS_PER_NODE,
     STAGES,
     Gpu,
+    Work,
     apply_launch_bound,
+    at_batch_size,
     estimate_communication,
+    gpu_seconds,
     step_seconds,
 )
-from bench.plan.trace import MEMORY_STAGES, trace
+from bench.plan.trace import MEMORY_STAGES, SEQUENCES, trace
 from measure.tracker import CATEGORIES, Totals
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import DTYPES
@@ -37,6 +42,7 @@ from phase2_triton.kernels.core import KernelError
 Row = tuple[str, dict[str, Any]]  # a phase, and its options that differ from the defaults
 Numbers = Mapping[Any, float]
 TRACED_LAYERS = (3, 4)  # number of blocks in the two traced models
+OPTIONS_OF_UPDATE = ("zero_stage", "fsdp_shard_size", "fsdp_cpu_offload")  # the options that change an update
 MAX_BATCH_SIZE = 128  # the planner tries no larger micro-batch
 # CPU offload: bytes/s of the host memory that all GPUs of a node share, and bytes per parameter that AdamW reads and
 # writes in host memory.
@@ -76,19 +82,39 @@ class TraceSummary:
     """Results of one trace. Every number, except those of Muon's update, is linear in the number of blocks.
 
     Attributes:
-        peaks: bytes by category at the memory peak of each of MEMORY_STAGES.
+        moments: bytes by category at the moments of each of MEMORY_STAGES of which one is its peak. They are amounts:
+            `at_batch_size` returns the bytes with any batch size.
         state: bytes of model state by the formula.
         traffic: bytes of the full tensors by kind of collective and number of ranks.
-        eager, compiled: seconds per stage from the Roofline, per micro-batch; for the update, per step.
-        kernels: kernels that the eager model launches, per stage.
+        eager, compiled: the work of the kernels of an eager and of a compiled model.
+        micro_batches: number of micro-batches that the trace ran.
     """
 
-    peaks: dict[str, Totals]
+    moments: dict[str, list[Totals]]
     state: Numbers
     traffic: Numbers
-    eager: Numbers
-    compiled: Numbers
-    kernels: Numbers
+    eager: list[Work]
+    compiled: list[Work]
+    micro_batches: int
+
+    def peaks(self, batch_size: int) -> dict[str, dict[str, float]]:
+        """Return the bytes by category at the memory peak of each of MEMORY_STAGES."""
+        peaks = {}
+        for stage, moments in self.moments.items():
+            candidates = [{name: at_batch_size(n, batch_size) for name, n in totals.items()} for totals in moments]
+            peaks[stage] = max(candidates, key=lambda each: sum(each.values()))
+        return peaks
+
+    def seconds(self, works: list[Work], gpu: Gpu, batch_size: int) -> dict[str, float]:
+        """Return the seconds on the GPU per stage, per micro-batch; for the update, per step."""
+        return self._per_micro_batch(gpu_seconds(works, gpu, batch_size))
+
+    def kernels(self) -> dict[str, float]:
+        """Return the kernels that the eager model launches per stage, per micro-batch; for the update, per step."""
+        return self._per_micro_batch(Counter(work.stage for work in self.eager))
+
+    def _per_micro_batch(self, totals: Mapping[str, float]) -> dict[str, float]:
+        return {stage: totals[stage] / (1 if stage == "update" else self.micro_batches) for stage in STAGES}
 
 
 def exit_with_parent() -> None:
@@ -125,8 +151,10 @@ class Job:
     dtype: str = "bfloat16"
 
 
-def trace_row(row: Row, job: Job, batch_size: int, only_update: bool = False) -> TraceSummary:
+def trace_row(row: Row, job: Job, batch_size: int = SEQUENCES, only_update: bool = False) -> TraceSummary:
     """Trace a training step of a row, or only its update. Run it in a separate process (see `summarize_trace`).
+
+    By default, the results are for every batch size.
 
     The traced model is eager, so `kernels=auto` selects the kernels of an eager model. Both times of a plan use them.
     """
@@ -138,13 +166,9 @@ def trace_row(row: Row, job: Job, batch_size: int, only_update: bool = False) ->
 
 def summarize_trace(config: TrainConfig, job: Job, only_update: bool = False) -> TraceSummary:
     """Trace a training step of a configuration, or only its update. This initializes a process group for a moment."""
-    traced = trace(config, job.shape, job.gpus, job.gpu.with_dtype(job.dtype), only_update)
-    totals = (traced.roofline.eager, traced.roofline.compiled, traced.roofline.kernels)
-    per_stage = [
-        {stage: total[stage] / (1 if stage == "update" else traced.micro_batches) for stage in STAGES}
-        for total in totals
-    ]
-    return TraceSummary(traced.memory.peak_of_part(), traced.costs.state, traced.costs.traffic, *per_stage)
+    traced = trace(config, job.shape, job.gpus, only_update)
+    works = traced.roofline.eager, traced.roofline.compiled
+    return TraceSummary(traced.moments(), traced.costs.state, traced.costs.traffic, *works, traced.micro_batches)
 
 
 def loss_workspace(row: Row, job: Job, batch_size: int) -> int:
@@ -164,7 +188,7 @@ def extrapolate(values: Sequence[Numbers], n_layer: int) -> dict[Any, float]:
 
 
 def extrapolate_peak(
-    peaks: Sequence[dict[str, Totals]],
+    peaks: Sequence[Mapping[str, Numbers]],
     n_layer: int,
     update: TraceSummary | None = None,
     shards_gradients: bool = False,
@@ -178,7 +202,7 @@ def extrapolate_peak(
     """
     stages = {stage: extrapolate([peak[stage] for peak in peaks], n_layer) for stage in MEMORY_STAGES}
     if update:
-        stages["update"]["other"] = update.peaks["update"]["other"]
+        stages["update"]["other"] = update.peaks(1)["update"]["other"]
         owned = ("optimizer_state", "gradients") if shards_gradients else ("optimizer_state",)
         for totals in stages.values():
             totals.update({name: update.state[name] for name in owned})
@@ -228,7 +252,7 @@ def estimate_step(
 
 
 class Planner:
-    """Predicts the rows of a plan. It traces each pair of a row and a batch size once.
+    """Predicts the rows of a plan. Each row is traced once, for all batch sizes.
 
     Args:
         job: what all rows have in common.
@@ -238,20 +262,15 @@ class Planner:
     def __init__(self, job: Job, pool: Executor) -> None:
         self.job, self.shape, self.pool = job, job.shape, pool
         self.params = self.shape.count_params()
-        self.traces: dict[Any, list[Future[TraceSummary]]] = {}
+        self.traces: dict[str, list[Future[TraceSummary]]] = {}
         self.updates: dict[str, Future[TraceSummary]] = {}
 
-    def submit_traces(self, row: Row, batch_size: int) -> list[Future[TraceSummary]]:
-        """Start the traces of a row, one for each of TRACED_LAYERS, unless they were started before."""
-        key = (str(row), batch_size)
-        if key not in self.traces:
+    def get_traces(self, row: Row) -> list[TraceSummary]:
+        """Return the traces of a row, one for each of TRACED_LAYERS. The first call starts them and waits for them."""
+        if str(row) not in self.traces:
             jobs = [replace(self.job, shape=self.shape.change(n_layer=layers)) for layers in TRACED_LAYERS]
-            self.traces[key] = [self.pool.submit(trace_row, row, job, batch_size) for job in jobs]
-        return self.traces[key]
-
-    def get_traces(self, row: Row, batch_size: int) -> list[TraceSummary]:
-        """Wait for the traces of a row and return them."""
-        return [future.result() for future in self.submit_traces(row, batch_size)]
+            self.traces[str(row)] = [self.pool.submit(trace_row, row, job) for job in jobs]
+        return [future.result() for future in self.traces[str(row)]]
 
     def trace_update(self, row: Row) -> TraceSummary | None:
         """Return the trace of the full model's update with Muon, else None.
@@ -260,24 +279,22 @@ class Planner:
         """
         if self.job.optimizer != "muon":
             return None
+        row = row[0], {name: value for name, value in row[1].items() if name in OPTIONS_OF_UPDATE}
         if str(row) not in self.updates:
             self.updates[str(row)] = self.pool.submit(trace_row, row, self.job, 1, only_update=True)
         return self.updates[str(row)].result()
 
-    def extrapolate(self, name: str, row: Row, batch_size: int) -> dict[Any, float]:
-        """Return a field of TraceSummary for the full model."""
-        numbers = extrapolate([getattr(each, name) for each in self.get_traces(row, batch_size)], self.shape.n_layer)
-        if (update := self.trace_update(row)) is None:
-            return numbers
-        if name == "state":
-            return numbers | {name: update.state[name] for name in ("optimizer_state", "gradients")}
-        if name == "traffic":
-            return numbers | {key: size for key, size in update.traffic.items() if key[0] == "all-to-all"}
-        return numbers | {"update": getattr(update, name)["update"]}
+    def extrapolate(self, read: Callable[[TraceSummary], Numbers], row: Row) -> dict[Any, float]:
+        """Return what `read` returns for a trace, for the full model."""
+        numbers = extrapolate([read(each) for each in self.get_traces(row)], self.shape.n_layer)
+        if update := self.trace_update(row):
+            in_full = ("optimizer_state", "gradients", "update")  # and Muon's all-to-all
+            numbers |= {key: n for key, n in read(update).items() if key in in_full or key[0] == "all-to-all"}
+        return numbers
 
     def peak_memory(self, row: Row, batch_size: int) -> Numbers:
         """Return the bytes by category at the memory peak of a step of the full model."""
-        peaks = [summary.peaks for summary in self.get_traces(row, batch_size)]
+        peaks = [summary.peaks(batch_size) for summary in self.get_traces(row)]
         shards_gradients = row[1].get("zero_stage") == 2
         stages = extrapolate_peak(peaks, self.shape.n_layer, self.trace_update(row), shards_gradients)
         return find_peak(stages, loss_workspace(row, self.job, batch_size), row, self.job.micro_batches)
@@ -297,36 +314,25 @@ class Planner:
             return False
 
     def largest_batch_size(self, row: Row) -> int:
-        """Return the largest batch size per micro-batch that fits, up to MAX_BATCH_SIZE; 0 if even 1 does not fit.
-
-        Memory grows with the batch size, and often linearly. The search interpolates, which finds the limit at once
-        where memory is linear, and every third time bisects, which halves the sizes that are left.
-        """
-        space, good, bad = usable_bytes(self.job.gpu), 1, MAX_BATCH_SIZE
-        if self.peak_bytes(row, good) > space:
-            return 0
-        if self.peak_bytes(row, bad) <= space:
-            return bad
-        for bisects in itertools.cycle((False, False, True)):
-            if bad - good <= 1:
-                break
-            low, high = self.peak_bytes(row, good), self.peak_bytes(row, bad)  # low <= space < high
-            share = 0.5 if bisects else (space - low) / (high - low)
-            middle = min(max(good + int(share * (bad - good)), good + 1), bad - 1)
-            good, bad = (middle, bad) if self.peak_bytes(row, middle) <= space else (good, middle)
-        return good
+        """Return the largest batch size per micro-batch that fits, up to MAX_BATCH_SIZE; 0 if even 1 does not fit."""
+        sizes = range(1, MAX_BATCH_SIZE + 1)
+        return bisect_right(sizes, usable_bytes(self.job.gpu), key=lambda size: self.peak_bytes(row, size))
 
     def estimate_speed(self, row: Row, batch_size: int, compiled: bool) -> dict[str, float]:
         """Return seconds per step, the part of them in which the GPU waits, tokens/s of all GPUs, and MFU."""
         gpu, gpus, micro_batches = self.job.gpu, self.job.gpus, self.job.micro_batches
-        roofline = self.extrapolate("compiled" if compiled else "eager", row, batch_size)
-        kernels = None if compiled else self.extrapolate("kernels", row, batch_size)
-        traffic = self.extrapolate("traffic", row, batch_size)
-        stages, seconds = estimate_step(row, self.job, roofline, kernels, traffic)
+        rates = gpu.with_dtype(self.job.dtype)
+
+        def read_seconds(traced: TraceSummary) -> dict[str, float]:
+            return traced.seconds(traced.compiled if compiled else traced.eager, rates, batch_size)
+
+        kernels = None if compiled else self.extrapolate(TraceSummary.kernels, row)
+        traffic = self.extrapolate(attrgetter("traffic"), row)
+        stages, seconds = estimate_step(row, self.job, self.extrapolate(read_seconds, row), kernels, traffic)
         compute_seconds = step_seconds(stages, {}, {}, micro_batches)
         tokens = batch_size * self.shape.block_size * micro_batches * gpus
         rate = tokens / seconds
-        mfu = rate * self.shape.flops_per_token() / gpus / gpu.with_dtype(self.job.dtype).peak
+        mfu = rate * self.shape.flops_per_token() / gpus / rates.peak
         waiting = seconds - compute_seconds
         return {"step_seconds": seconds, "waiting_seconds": waiting, "tokens_per_second": rate, "mfu": mfu}
 
@@ -341,10 +347,10 @@ class Planner:
         except KernelError as error:
             reason = str(error).rpartition(": ")[0]  # drop the advice: it is for a caller of the kernel
             return {"phase": row[0], "options": row[1], "cannot": reason, "fits": False, "speed": None}
-        traffic = self.extrapolate("traffic", row, batch_size)
+        traffic = self.extrapolate(attrgetter("traffic"), row)
         sent = sum(ring_bytes(kind, size, n) for (kind, n), size in traffic.items())
         modes = {"eager": False, "compiled": True}
-        state = self.extrapolate("state", row, batch_size)
+        state = self.extrapolate(attrgetter("state"), row)
         host = sum(state.values()) * min(self.job.gpus, GPUS_PER_NODE) if "fsdp_cpu_offload" in row[1] else 0
         speed = (
             {name: self.estimate_speed(row, largest, compiled) for name, compiled in modes.items()} if largest else None

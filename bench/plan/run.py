@@ -66,9 +66,10 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     kernels_field = {"kernels": row[1]["kernels"]} if "kernels" in row[1] else {}
     # The roofline of an eager trace has eager and compiled times.
     traced = summarize_trace(replace(config, compile=False, dtype=dtype, **kernels_field), job)
-    seconds, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels)
+    works, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels())
+    seconds = traced.seconds(works, gpu.with_dtype(dtype), config.batch_size)
     _, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
-    peak = find_peak(traced.peaks, loss_workspace(row, job, config.batch_size), row, micro_batches)
+    peak = find_peak(traced.peaks(config.batch_size), loss_workspace(row, job, config.batch_size), row, micro_batches)
     ranks_per_core = max(1.0, ranks / count_cores()) if is_cpu else 1.0
     return RunPrediction(ranks_per_core * step_seconds, round(sum(peak.values())))
 

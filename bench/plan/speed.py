@@ -1,9 +1,9 @@
 """Estimate the time of a training step on a GPU that you do not have, with a roofline model of every traced operator.
 
-    with Roofline(GPUS["h100"]) as roofline:      # real or fake tensors
+    with Roofline() as roofline:                  # real or fake tensors
         loss = model(x, y)
         loss.backward()
-    roofline.compiled["forward"], roofline.compiled["backward"]   # seconds
+    gpu_seconds(roofline.compiled, GPUS["h100"])  # {"forward": ..., "backward": ..., "update": ...}
 
 The time of an operator is the larger of its compute time and its memory time (Williams et al. 2009). A compiled step
 is assumed to fuse all operators between two matrix products into one pass. The pass reads each input once, and writes
@@ -16,7 +16,7 @@ docs/results.md compares the resulting estimates with published runs.
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ NO_KERNEL = (
 UNFUSED = ("fsdp::", "phase2_triton::", "aten::embedding", "aten::_fused_adamw")
 
 
-def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, float]:
     """Return an operator's FLOPs, and the fraction of the peak at which they run. Elementwise operators count as 0."""
     name = func._schema.name
     if "attention" in name:
@@ -111,7 +111,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, flo
         return linear_cross_entropy.cost(M, K, V, 2).flops, MATMUL_EFFICIENCY
     if formula := flop_registry.get(func.overloadpacket):
         return formula(*args, **(kwargs or {}), out_val=out), MATMUL_EFFICIENCY
-    return 0.0, 1.0
+    return 0, 1.0
 
 
 def count_bytes(tensor: Tensor) -> int:
@@ -122,41 +122,55 @@ def count_bytes(tensor: Tensor) -> int:
     return size
 
 
-class Product(NamedTuple):
-    """An operator with FLOPs: a matrix product, an attention or a fused loss.
+class Work(NamedTuple):
+    """The work of an operator, or of several that a compiler fuses.
 
     Attributes:
-        stage: forward, backward or update.
-        flops: its FLOPs.
+        stage: forward, backward (recomputation included) or update.
+        traffic: bytes that it reads and writes, an amount (`at_batch_size`).
+        flops: its FLOPs, an amount too; 0 for elementwise operators.
         efficiency: the fraction of the peak at which they run.
-        traffic: bytes that it reads and writes.
     """
 
     stage: str
-    flops: float
-    efficiency: float
-    traffic: float
+    traffic: complex
+    flops: complex = 0
+    efficiency: float = 1.0
+
+
+def at_batch_size(amount: complex, batch_size: int) -> float:
+    """Return an amount of a micro-batch: its real part, and its imaginary part for each sequence."""
+    return amount.real + amount.imag * batch_size
+
+
+def gpu_seconds(works: Iterable[Work], gpu: Gpu, batch_size: int = 1) -> dict[str, float]:
+    """Return the seconds of each of STAGES on a GPU, without the time of Python and of communication."""
+    seconds = dict.fromkeys(STAGES, 0.0)
+    for stage, traffic, flops, efficiency in works:
+        memory_seconds = at_batch_size(traffic, batch_size) / (MEMORY_EFFICIENCY * gpu.bandwidth)
+        seconds[stage] += max(memory_seconds, at_batch_size(flops, batch_size) / (efficiency * gpu.peak))
+    return seconds
 
 
 class Roofline(TorchDispatchMode):
-    """A dispatch mode that adds up the estimated GPU time of the operators inside it.
+    """A dispatch mode that records the work of the operators inside it.
+
+    Args:
+        to_amount: converts the bytes of a tensor, and the FLOPs of an operator, to an amount.
 
     Attributes:
-        eager, compiled: seconds on the GPU per stage: forward, backward (recomputation included) and update.
-        kernels: number of kernels that the eager model launches, per stage.
-        products: every operator with FLOPs. Its time is the same in the eager and in the compiled model.
-        eager_bytes, compiled_bytes: bytes that all other operators read and write, per stage.
+        eager: the work of each kernel that the eager model launches.
+        compiled: the work of each kernel of the compiled model.
         stage: set it to "update" when the backward pass is done. The mode detects the other two stages itself.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, to_amount: Callable[[int], complex] = int) -> None:
         super().__init__()
-        self.gpu, self.stage, self._last_stage = gpu, "forward", "forward"
-        self.eager, self.compiled, self.kernels = (dict.fromkeys(STAGES, 0.0) for _ in range(3))
-        self.eager_bytes, self.compiled_bytes = (dict.fromkeys(STAGES, 0.0) for _ in range(2))
-        self.products: list[Product] = []
+        self.to_amount, self.stage, self._last_stage = to_amount, "forward", "forward"
+        self.eager: list[Work] = []
+        self.compiled: list[Work] = []
         self._read: dict[int, Any] = {}  # weak references to the storages that the current fused pass has read
-        self._written: dict[int, tuple[Any, int]] = {}  # and to those that it has written, with their bytes
+        self._written: dict[int, tuple[Any, complex]] = {}  # and to those that it has written, with their bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -173,7 +187,7 @@ class Roofline(TorchDispatchMode):
     def _add_operator(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         stage = self.stage if self.stage == "update" or torch._C._current_graph_task_id() == -1 else "backward"
         if stage != self._last_stage:  # the compiler makes separate graphs of forward and backward
-            self._add_compiled_bytes(stage, self._finish_pass())
+            self.compiled.append(Work(stage, self._finish_pass()))
             self._last_stage = stage
         values = list(zip(func._schema.arguments, args, strict=False))
         values += [(each, kwargs[each.name]) for each in func._schema.arguments if kwargs and each.name in kwargs]
@@ -183,49 +197,41 @@ class Roofline(TorchDispatchMode):
         written = changed + [t for t in tensors_in(out) if t.untyped_storage()._cdata not in changed_storages]
         if name == "aten::embedding":
             read = written  # it reads only the selected rows of its table
-        work, efficiency = count_flops(func, args, kwargs, out)
-        traffic = sum(map(count_bytes, read)) + sum(map(count_bytes, written))
-        bandwidth = MEMORY_EFFICIENCY * self.gpu.bandwidth
-        seconds = max(work / (efficiency * self.gpu.peak), traffic / bandwidth)
-        self.kernels[stage] += 1
-        self.eager[stage] += seconds
-        if work:
-            self.products.append(Product(stage, work, efficiency, traffic))
-            self.compiled[stage] += seconds
-            self._add_compiled_bytes(stage, self._finish_pass())
-            return
-        self.eager_bytes[stage] += traffic
-        is_unfused = name.startswith(UNFUSED)
-        fused_traffic = traffic + self._finish_pass() if is_unfused else self._add_to_pass(read, written)
-        self._add_compiled_bytes(stage, fused_traffic)
+        flops, efficiency = count_flops(func, args, kwargs, out)
+        traffic = sum(map(self._count_bytes, [*read, *written]))
+        work = Work(stage, traffic, self.to_amount(flops), efficiency)
+        self.eager.append(work)
+        if flops or name.startswith(UNFUSED):
+            self.compiled += [work, Work(stage, self._finish_pass())]
+        else:
+            self.compiled.append(Work(stage, self._add_to_pass(read, written)))
 
-    def _add_compiled_bytes(self, stage: str, traffic: float) -> None:
-        self.compiled_bytes[stage] += traffic
-        self.compiled[stage] += traffic / (MEMORY_EFFICIENCY * self.gpu.bandwidth)
+    def _count_bytes(self, tensor: Tensor) -> complex:
+        return self.to_amount(count_bytes(tensor))
 
-    def _add_to_pass(self, read: list[Tensor], written: list[Tensor]) -> int:
+    def _add_to_pass(self, read: list[Tensor], written: list[Tensor]) -> complex:
         """Fuse an operator into the current pass. Return the bytes that the pass reads in addition."""
-        total = 0
+        total: complex = 0
         for tensor in read:
             storage = tensor.untyped_storage()
             recorded = [self._read.get(storage._cdata), self._written.get(storage._cdata, (None, 0))[0]]
             if not any(ref and ref() is not None for ref in recorded):  # a new storage may reuse a freed one's address
                 self._read[storage._cdata] = weakref.ref(storage)
-                total += count_bytes(tensor)
+                total += self._count_bytes(tensor)
         for tensor in written:
             storage = tensor.untyped_storage()
-            self._written[storage._cdata] = (weakref.ref(storage), count_bytes(tensor))
+            self._written[storage._cdata] = (weakref.ref(storage), self._count_bytes(tensor))
         return total
 
-    def _finish_pass(self) -> int:
+    def _finish_pass(self) -> complex:
         """Finish the current fused pass. Return the bytes to write: those of its results that are still in use."""
-        total = sum(size for ref, size in self._written.values() if ref() is not None)
+        total = sum(amount for ref, amount in self._written.values() if ref() is not None)
         self._read.clear()
         self._written.clear()
         return total
 
     def __exit__(self, *error: Any) -> None:
-        self._add_compiled_bytes(self.stage, self._finish_pass())
+        self.compiled.append(Work(self.stage, self._finish_pass()))
         super().__exit__(*error)
 
 

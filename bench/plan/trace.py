@@ -4,6 +4,8 @@
     traced = trace(config, GPTConfig(12, 12, 768, 1024, False, 50304), ranks=1024)
     sum(traced.memory.peak.values())        # peak memory of rank 0 in bytes
 
+With `batch_size=SEQUENCES`, one trace gives the memory and the work for every batch size (`BatchMemoryTracker`).
+
 The phase's own code runs one step on fake tensors, which have shapes and no data. The process group uses torch's "fake"
 backend, which communicates nothing. `measure/tracker.py` counts the fake tensors like real ones, and `speed.py`
 estimates the time of their operators.
@@ -16,8 +18,9 @@ their parameters, and it assumes that every parameter has a gradient.
 import contextlib
 import inspect
 import io
+import itertools
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +40,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 import nanoGPT.costs
 import phase1_zero1.costs
 import phase3_fsdp.costs
-from bench.plan.speed import GPUS, Gpu, Roofline
+from bench.plan.speed import Roofline
 from measure.ledger import CollectiveCounter, StepCosts
-from measure.tracker import MemoryTracker
+from measure.tracker import MemoryTracker, Totals
 from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import DTYPES, Runtime
 from nanoGPT.model import ModelConfig
@@ -55,6 +58,55 @@ from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import put_parameters_on_meta
 
 CPU = torch.device("cpu")
+SEQUENCES = 1_000_003  # a batch size that stands for all others: a prime that divides no size of a model
+
+
+def split_amount(amount: int) -> complex:
+    """Return bytes or FLOPs in a micro-batch of SEQUENCES as an amount for every batch size (`speed.at_batch_size`).
+
+    All that grows with the batch size is a multiple of SEQUENCES.
+    """
+    return complex(amount) if amount % SEQUENCES else complex(0, amount // SEQUENCES)
+
+
+@dataclass
+class Moment:
+    """The memory at one moment of a step: bytes by category, and their total. The bytes are amounts."""
+
+    event: int
+    totals: Totals
+    total: complex
+
+
+class BatchMemoryTracker(MemoryTracker):
+    """Tracks the memory of a micro-batch of SEQUENCES as amounts, which give the memory for every batch size.
+
+    Attributes:
+        moments: for each part of the step, the moments of which one is the peak: which one depends on the batch size.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.moments: dict[str, list[Moment]] = defaultdict(list)
+        super().__init__(*args, **kwargs)
+
+    def _size_of(self, storage: torch.UntypedStorage) -> Any:
+        return split_amount(super()._size_of(storage))
+
+    def _record(self) -> None:
+        """Add this moment, unless an earlier moment of the part has as many bytes or more with every batch size."""
+        total = sum(map(complex, self._now.values()))
+        moments = self.moments[self.part]
+        if not any(m.total.real >= total.real and m.total.imag >= total.imag for m in reversed(moments)):
+            moments.append(Moment(self._event, dict(self._now), total))
+
+    def _add_to_earlier(self, size: int, category: str) -> None:
+        super()._add_to_earlier(size, category)
+        for moment in itertools.chain(*self.moments.values()):
+            moment.total += size
+
+    def _recorded_totals(self, first_event: int) -> Iterator[Totals]:
+        yield from super()._recorded_totals(first_event)
+        yield from (m.totals for m in itertools.chain(*self.moments.values()) if m.event >= first_event)
 
 
 @dataclass
@@ -283,22 +335,28 @@ class TracedStep:
     roofline: Roofline
     micro_batches: int
 
+    def moments(self) -> dict[str, list[Totals]]:
+        """Return the bytes by category at the moments of each part of which one is its peak."""
+        if isinstance(self.memory, BatchMemoryTracker):
+            return {part: [m.totals for m in moments] for part, moments in self.memory.moments.items()}
+        return {part: [totals] for part, totals in self.memory.peak_of_part().items()}
 
-def trace(
-    config: TrainConfig, shape: ModelConfig, ranks: int, gpu: Gpu = GPUS["h100"], only_update: bool = False
-) -> TracedStep:
+
+def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool = False) -> TracedStep:
     """Trace a training step on rank 0.
 
     Args:
         config: of a phase. The trace uses its batch_size, block_size, gradient_accumulation_steps, dtype and options.
+            With a batch_size of SEQUENCES, the memory tracker is a BatchMemoryTracker.
         shape: of the model.
         ranks: world size.
-        gpu: the GPU of the roofline model.
         only_update: trace only the update, with gradients of zeros.
     """
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype, uses_autocast=config.uses_autocast)
     micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # every later micro-batch equals the second
+    is_general = config.batch_size == SEQUENCES
+    tracker = BatchMemoryTracker if is_general else MemoryTracker
     with (
         suppress_output(),
         fake_process_group(ranks),
@@ -312,8 +370,9 @@ def trace(
             for param in setup.model.parameters():
                 param.grad = torch.zeros_like(param)
             setup.get_grads()  # in phase 1 this reduces them
-        memory = MemoryTracker(setup.model, setup.optimizer, on_operator=traffic.record, keeps_timeline=False)
-        with memory, track_stages(setup.model, memory), Roofline(gpu) as roofline:
+        memory = tracker(setup.model, setup.optimizer, on_operator=traffic.record, keeps_timeline=False)
+        to_amount: Callable[[int], complex] = split_amount if is_general else int
+        with memory, track_stages(setup.model, memory), Roofline(to_amount) as roofline:
 
             def begin_update() -> None:
                 memory.part = roofline.stage = "update"
