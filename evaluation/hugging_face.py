@@ -6,8 +6,6 @@ safetensors files: with fsdp and offload its rows, with tp what the plan of tran
 than its part.
 """
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from evaluation.tensor_parallel import check_heads
 from evaluation.units import find_ends, find_units, shard_for_generation
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
+from phase3_fsdp.fsdp import put_parameters_on_meta
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -98,8 +97,8 @@ class OpenedHf:
 
     def _build(self, dtype: torch.dtype) -> nn.Module:
         """Return the model with its parameters on the meta device."""
-        with parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+        with put_parameters_on_meta(), no_init_weights():  # a parameter that is never written needs no memory
+            model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=dtype).requires_grad_(False)
         model.tie_weights()  # type: ignore[operator]
         return model
 
@@ -134,22 +133,6 @@ def check_supported(config: Any, folder: Path) -> None:
         unknown.add(f"{method} weights")
     if unknown:
         raise ConfigError(f"{folder} has {min(unknown)}, which this program does not support: use another model")
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Let modules that are built in this context have parameters on the meta device and buffers on the CPU."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(module, name, param if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        with no_init_weights():  # a parameter that is never written needs no memory
-            yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
