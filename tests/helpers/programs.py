@@ -203,7 +203,8 @@ class ForkingPopen(subprocess.Popen):
         super().__init__(args, **options)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        words = tuple(word for word in args[1:] if word not in ("-u", "-m")) if args[0] == sys.executable else ()
+        is_python = args[0] == sys.executable
+        words = tuple(os.fspath(word) for word in args[1:] if word not in ("-u", "-m")) if is_python else ()
         outputs = [self.options.get(name) for name in ("stdout", "stderr")]
         if not words or words[0].startswith("-") or any(isinstance(output, int) for output in outputs):
             super()._execute_child(args, *rest)  # type: ignore[misc]
