@@ -161,7 +161,7 @@ gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repea
 test: .venv/.dev data  ## run the tests (DEVICE=cuda: on GPUs)
 	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
 test-fast: .venv/.dev data  ## run only the fast tests, which start no processes; under a minute
-	@$(PY) -m pytest -m "not slow and not ranks and not heavy" $(ARGS)
+	@$(PY) -m pytest -m "not slow and not heavy" --fast $(ARGS)
 exercises: .venv/.core data  ## test all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m workshop.exercises prove --name=$(N)
 check-ptx: .venv/.pytest  ## compile all kernels, and torch.compile's code, for GPUs; needs no GPU

@@ -8,8 +8,10 @@ import atexit
 import gc
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ WRITES_NO_BYTECODE = sys.dont_write_bytecode
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="skip tests when they start a process")
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
 
 
@@ -84,22 +87,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Add the marker `gpu` to every test that runs on the device of `--device`: `pytest -m gpu --device=cuda`. Move the
     tests with the marker `long` to the front.
     """
-    from tests.helpers.marks import list_functions, starts_processes
-
     for item in items:
         if isinstance(item, pytest.Function) and uses_device(item):
             item.add_marker("gpu")
-        if isinstance(item, pytest.Function) and any(starts_processes(f) for f in list_functions(item)):
-            item.add_marker("ranks")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage again during the tests, but leave the objects of the imported modules alone."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Collect garbage again during the tests, but leave the objects of the imported modules alone.
+
+    With `--fast`, let tests that start a process be skipped.
+    """
     sys.dont_write_bytecode = WRITES_NO_BYTECODE
+    if session.config.getoption("--fast"):
+        BaseProcess.start = subprocess.Popen.__init__ = skip_process  # type: ignore[method-assign]
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # so that the interpreter frees these objects, after pytest's own search for garbage
+
+
+def skip_process(*_args: object, **_options: object) -> None:
+    pytest.skip("this test starts processes")
 
 
 def uses_device(item: pytest.Function) -> bool:

@@ -30,7 +30,7 @@ def test_backends_of_attention_have_one_loss_curve(tmp_path):
     backend."""
     cells = {}
     for phase, name in itertools.product(CONFIGS, ("math", "flash")):
-        options = {"dropout": 0.0, "max_iters": 4, "gradient_accumulation_steps": 2, "eval_iters": 1}
+        options = {"dropout": 0.0, "max_iters": 4, "gradient_accumulation_steps": 2}
         options |= {"kernels": "none"} if phase == "phase2_triton" else {}
         cells[phase, name] = (phase, tiny(phase, tmp_path / phase / name, attention=name, **options))
     losses = dict(zip(cells, train_all(1, list(cells.values())), strict=True))
@@ -123,7 +123,7 @@ def test_deterministic_runs_are_equal(tmp_path, device):
     """With --deterministic, two runs of a phase have equal losses and norms to the last digit."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     options = {"device": device, "dtype": dtype, "deterministic": True, "max_iters": 3, "n_layer": 1, "n_head": 1}
-    options |= {"gradient_accumulation_steps": 2, "eval_interval": 3, "eval_iters": 1}
+    options |= {"gradient_accumulation_steps": 2, "eval_interval": 3}
     first, second = (  # each in a new process
         train_all(1, [(phase, tiny(phase, tmp_path / phase / name, **options)) for phase in CONFIGS]) for name in "ab"
     )

@@ -145,7 +145,7 @@ def test_directories_that_no_save_wrote_are_not_checkpoints(tmp_path):
 
 def test_a_stray_file_is_not_part_of_a_checkpoint(tmp_path):
     """A ckpt.pt that a user put next to verified shards is not opened instead of them."""
-    train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=1, gradient_accumulation_steps=2, eval_iters=1))
+    train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=1, gradient_accumulation_steps=2))
     path = make_directory(tmp_path).find_newest().path
     (path / "ckpt.pt").write_bytes(b"garbage")
     assert read_full_state(path).model["transformer.wpe.weight"].shape == (16, 32)
@@ -215,7 +215,7 @@ def open_directory_per_rank(root: str) -> None:
 def test_a_killed_run_resumes_with_identical_losses(phase, ranks, extra_fields, tmp_path):
     """A run that saves at every step is killed at random moments and resumed each time. Its losses are identical to
     those of an uninterrupted run, and no kill loses a saved step."""
-    steps = {"lr_decay_iters": 60, "eval_interval": 1, "eval_iters": 1, "block_size": 8, **extra_fields}
+    steps = {"lr_decay_iters": 60, "eval_interval": 1, "block_size": 8, **extra_fields}
     steps |= {"gradient_accumulation_steps": 2}
     out, chance, saved = tmp_path / "resumed", random.Random(0), 0
     for kill in range(3):
@@ -293,7 +293,7 @@ def wait_for_new_checkpoint(out: Path, saved: int, processes: list) -> None:
 def test_a_resume_rewrites_the_log_from_its_step(tmp_path):
     """A resume removes an incomplete last line of metrics.jsonl and every line from the resumed step on, and writes
     them again."""
-    fields = {"gradient_accumulation_steps": 2, "eval_iters": 1}
+    fields = {"gradient_accumulation_steps": 2}
     expected = train("nanoGPT", 1, tiny("nanoGPT", tmp_path / "uninterrupted", **fields))
     out = shutil.copytree(tmp_path / "uninterrupted", tmp_path / "resumed")
     shutil.rmtree(out / "checkpoints" / "step-00000012")

@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,12 +20,11 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.prepare.directory import write_meta, write_tokens
-from nanoGPT.prepare.tokenizer import load_tokenizer, make_char_identity
+from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.sample import SampleConfig, choose_run
 from nanoGPT.train_config import TrainConfig
 from operate import launch
-from tests.helpers.checkpoints import make_directory, write_bytes
+from tests.helpers.checkpoints import compute_logits, make_directory, write_bytes, write_small_dataset
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import gap, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks
@@ -37,18 +35,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     """The output directories of two runs by phase: the baseline with 1 rank, and phase 3 with 4 ranks and GPT-2's
     vocabulary."""
     root = tmp_path_factory.mktemp("runs")
-    fields = {"eval_iters": 1, "gradient_accumulation_steps": 4}
+    fields = {"gradient_accumulation_steps": 4}
     train("nanoGPT", 1, tiny("nanoGPT", root / "nanoGPT", max_iters=3, bias=True, **fields))
     train("phase3_fsdp", 4, tiny("phase3_fsdp", root / "phase3_fsdp", max_iters=2, dataset="shakespeare", **fields))
     return {path.name: path for path in root.iterdir()}
-
-
-def compute_logits(shape: GPTConfig, weights: dict[str, torch.Tensor], idx: torch.Tensor) -> torch.Tensor:
-    from nanoGPT.checkpoint.training_state import load_weights
-
-    model = GPT(shape)
-    load_weights(model, weights)
-    return model.compute_logits(model.eval().compute_features(idx))
 
 
 @pytest.mark.parametrize("phase", ["nanoGPT", "phase3_fsdp"])
@@ -71,7 +61,7 @@ def test_transformers_opens_an_export(phase, runs, tmp_path):
     ).eval()
     with torch.no_grad():
         torch.testing.assert_close(
-            hf_model(idx).logits, compute_logits(shape, weights, idx)[..., :vocab_size], atol=1e-4, rtol=0
+            hf_model(idx).logits, compute_logits(runs[phase], idx)[..., :vocab_size], atol=1e-4, rtol=0
         )
         assert torch.equal(hf_model(idx).logits, sharded_hf_model(idx).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
@@ -87,7 +77,7 @@ def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
     """--init_from=DIR loads exported weights, and each rank of FSDP loads its shards. The first loss is that of the
     trained model."""
     export.main(str(runs["nanoGPT"]), str(tmp_path / "hf"))
-    fields = {"max_iters": 1, "block_size": 8, "gradient_accumulation_steps": 2, "eval_iters": 1}
+    fields = {"max_iters": 1, "block_size": 8, "gradient_accumulation_steps": 2}
     sources = {"run": tmp_path / "hf", "other": runs["nanoGPT"]}
     configs = [tiny("nanoGPT", tmp_path / name, init_from=str(path), **fields) for name, path in sources.items()]
     from_hf, from_run = train_all(1, [("nanoGPT", dataclasses.replace(config, n_layer=9)) for config in configs])
@@ -101,7 +91,7 @@ def test_training_starts_from_a_hugging_face_model(runs, tmp_path):
 
 def test_a_finetuned_run_resumes(runs, tmp_path):
     """A run that started from existing weights resumes with their shape, without flags for it."""
-    fields = {"init_from": str(runs["nanoGPT"]), "n_layer": 9, "block_size": 8, "lr_decay_iters": 4, "eval_iters": 1}
+    fields = {"init_from": str(runs["nanoGPT"]), "n_layer": 9, "block_size": 8, "lr_decay_iters": 4}
     steps = {"uninterrupted": 4, "resumed": 2}
     configs = [tiny("nanoGPT", tmp_path / name, max_iters=last, **fields) for name, last in steps.items()]
     expected, _ = train_all(1, [("nanoGPT", config) for config in configs])
@@ -202,9 +192,7 @@ def test_sampling_streams_text(phase, runs, tmp_path, capsys):
 def test_a_text_without_a_newline_can_be_trained_on_and_sampled_from(tmp_path):
     """A run on a text of a single line trains through the launcher, whose sample starts with the first character of the
     vocabulary."""
-    tokens = {split: np.arange(400, dtype=np.uint16) % 3 for split in ("train", "val")}
-    splits = {split: [write_tokens(tmp_path, f"{split}.bin", ids)] for split, ids in tokens.items()}
-    write_meta(tmp_path, {}, make_char_identity("xyz"), splits)
+    write_small_dataset(tmp_path)
     words = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--max_iters=1", "--eval_iters=1"]
     out, device = f"--out_dir={tmp_path / 'run'}", "--device=cpu"
     outcome = run_program("operate.launch", "nanoGPT/train.py", out, device, f"--dataset={tmp_path}", *words)
@@ -241,7 +229,7 @@ def test_an_export_does_not_need_memory_for_the_full_state(tmp_path):
     """A process that may allocate less than half of the training state exports a checkpoint of 4 ranks as one ckpt.pt.
     Its values are identical to those that are assembled in memory."""
     shape = {"n_layer": 8, "n_embd": 256, "block_size": 8, "batch_size": 1}
-    one_step = {"max_iters": 1, "eval_iters": 1, "gradient_accumulation_steps": 4, "warmup_iters": 0}
+    one_step = {"max_iters": 1, "gradient_accumulation_steps": 4, "warmup_iters": 0}
     train("phase1_zero1", 4, tiny("phase1_zero1", tmp_path / "run", **shape, **one_step))
     payload = step_directories(tmp_path / "run")[0]
     program = tmp_path / "export.py"

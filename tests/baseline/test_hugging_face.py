@@ -11,16 +11,20 @@ from safetensors.torch import load_file, save_file
 
 from nanoGPT.checkpoint.hugging_face import read_hf
 from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.starting_point import read_weights
 from nanoGPT.checkpoint.training_state import load_weights, read_ckpt, write_ckpt
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.model import GPT, GPTConfig
+from tests.helpers import checkpoints
 from tests.helpers.checkpoints import MANIFEST_FIELDS
 
 SHAPE = {"vocab_size": 75, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
 IDX = torch.arange(32).view(2, 16)
+
+
+def compute_logits(folder):
+    return checkpoints.compute_logits(folder, IDX)
 
 
 def import_transformers() -> Any:
@@ -38,17 +42,6 @@ def save_model(folder: Path, **changes: Any) -> torch.Tensor:
     model.save_pretrained(folder)
     with torch.no_grad():
         return model(IDX).logits
-
-
-def compute_logits(folder: Path) -> torch.Tensor:
-    """Return the logits of this project's GPT for IDX, with the weights of a directory."""
-    shape, weights, _ = read_weights(str(folder))
-    model = GPT(shape)
-    load_weights(model, weights)
-    with torch.no_grad():
-        logits = model.compute_logits(model.eval().compute_features(IDX))
-    assert logits is not None
-    return logits
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -55,7 +55,7 @@ def test_env_describes_the_run(runs):
 
 def test_a_resume_keeps_the_evaluation_at_the_end_of_the_earlier_start(tmp_path):
     """The validation loss after the last step stays, because the resumed run does not measure it again."""
-    fields = {"max_iters": 4, "eval_interval": 3, "eval_iters": 1, "n_layer": 1}
+    fields = {"max_iters": 4, "eval_interval": 3, "n_layer": 1}
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
     before = read_metric(tmp_path, "val_loss")
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **{**fields, "max_iters": 7, "init_from": "resume"}))
@@ -66,7 +66,7 @@ def test_a_resume_keeps_the_evaluation_at_the_end_of_the_earlier_start(tmp_path)
 
 def test_tokens_are_counted_on_after_a_resume_with_another_batch(tmp_path):
     """The tokens of earlier steps are those that the run has read, with the batch of that time."""
-    fields = {"max_iters": 5, "eval_interval": 5, "eval_iters": 1, "n_layer": 1, "log_interval": 2}
+    fields = {"max_iters": 5, "eval_interval": 5, "n_layer": 1, "log_interval": 2}
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))
     fields |= {"max_iters": 8, "init_from": "resume", "gradient_accumulation_steps": 16}
     train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **fields))

@@ -12,20 +12,17 @@ import pytest
 
 from nanoGPT.distributed.environment import read_git_commit
 from nanoGPT.job.program import report_errors
-from tests.helpers.programs import DEADLINE, Program, await_steps, run_program
+from tests.helpers.checkpoints import list_steps
+from tests.helpers.programs import DEADLINE, Program, await_steps, make_flags, run_program
 from tests.helpers.training import ROOT, TINY
 from workshop.ranks import losses
 
 SHORT_RUN = {**TINY, "max_iters": 6, "eval_interval": 3}
 
 
-def launch_command(out: Path, ranks: int, phase: str = "nanoGPT", **fields) -> list[str]:
-    flags = [f"--{name}={value}" for name, value in {**SHORT_RUN, **fields, "out_dir": out, "device": "cpu"}.items()]
-    return [sys.executable, "-m", "operate.launch", f"--gpus={ranks}", f"{phase}/train.py", *flags]
-
-
-def list_checkpoints(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+def launch_command(out: Path, ranks: int, **fields) -> list[str]:
+    flags = make_flags(**{**SHORT_RUN, **fields, "out_dir": out})
+    return [sys.executable, "-m", "operate.launch", f"--gpus={ranks}", "nanoGPT/train.py", *flags]
 
 
 def open_closed_pipe() -> int:
@@ -47,7 +44,7 @@ def test_a_run_with_broken_output_trains_to_its_end(output: Callable[[], int], r
     """If standard output and standard error cannot be written, the run, its checkpoints and its exit code are the
     same."""
     assert Program(*launch_command(tmp_path, ranks)[2:], open_output=output).wait() == 0
-    assert list_checkpoints(tmp_path) == ["step-00000003", "step-00000006"] and len(losses(tmp_path)) == 6
+    assert list_steps(tmp_path) == ["step-00000003", "step-00000006"] and len(losses(tmp_path)) == 6
 
 
 def test_an_interrupted_run_saves_after_its_reader_has_exited(tmp_path, python):
@@ -63,7 +60,7 @@ def test_an_interrupted_run_saves_after_its_reader_has_exited(tmp_path, python):
     await_steps(tmp_path, 3, process)
     os.killpg(process.pid, signal.SIGINT)
     process.wait(DEADLINE)
-    (saved,) = list_checkpoints(tmp_path)
+    (saved,) = list_steps(tmp_path)
     assert int(saved[5:]) == len(losses(tmp_path)) >= 3
 
 
@@ -114,4 +111,4 @@ def test_a_failing_tracker_does_not_stop_the_run(init, tmp_path):
     outcome = run_program(str(tmp_path / "program.py"), *words, WANDB_API_KEY="0" * 40)
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("--track=wandb failed (ConnectionError: no network)") == 1
-    assert list_checkpoints(tmp_path / "run")[-1] == "step-00000006"
+    assert list_steps(tmp_path / "run")[-1] == "step-00000006"

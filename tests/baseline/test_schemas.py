@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,14 +18,12 @@ from nanoGPT.checkpoint.training_state import load_training_state
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
-from nanoGPT.files import sha256_of
 from nanoGPT.job.parse import parse
-from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer
 from nanoGPT.prepare.directory import Progress, load_progress, write_tokens
-from nanoGPT.prepare.meta import TokenFile
 from nanoGPT.train_config import TrainConfig
+from tests.helpers.checkpoints import write_small_dataset
 from tests.helpers.training import ROOT, tiny, train
 
 MAX_SECONDS = 5.0  # of processor time per file
@@ -36,19 +33,13 @@ HOSTILE_VALUES = [None, True, -1, 0, 2**31, 10**8, 10**30, float("nan"), "", "..
 
 def write_dataset(folder: Path) -> Callable[[], object]:
     """Write a dataset of 400 bytes. Return a function that opens it and reads a batch."""
-    files = {}
-    for split in ("train", "val"):
-        (folder / f"{split}.bin").write_bytes(bytes(200))
-        files[split] = [{"name": f"{split}.bin", "tokens": 100, "sha256": sha256_of(folder / f"{split}.bin")}]
-    tokenizer = {"name": "char", "vocab_size": 3, "sha256": "a" * 64, "characters": "abc"}
-    meta = {"source": {"text_sha256": "b" * 64}, "tokenizer": tokenizer, "dtype": "uint16", "splits": files}
-    (folder / "meta.json").write_text(json.dumps(meta))
+    write_small_dataset(folder)
     return lambda: TokenData(str(folder), 8, 2, 1).batch("train", TRAIN, 0, 0)
 
 
-def write_run(folder: Path, phase: str = "nanoGPT") -> Callable[[], object]:
+def write_run(folder: Path) -> Callable[[], object]:
     """Train one step. Return a function that parses its configuration for a resume and reads its weights."""
-    train(phase, 1, tiny(phase, folder, max_iters=1, n_layer=1, n_embd=8, n_head=1, eval_interval=1))
+    train("nanoGPT", 1, tiny("nanoGPT", folder, max_iters=1, n_layer=1, n_embd=8, n_head=1, eval_interval=1))
 
     def open_run() -> None:
         parse(TrainConfig, [f"--out_dir={folder}", "--init_from=resume", "--device=cpu"], ROOT / "nanoGPT/train.py")
@@ -176,12 +167,3 @@ def test_an_optimizer_state_of_another_shape_is_refused(tmp_path):
         words = f"the optimizer state of transformer.wte.weight .*such as {next(iter(change))}: its shape"
         with pytest.raises(ConfigError, match=words):
             load_training_state(path, model, optimizer)
-
-
-def test_a_schema_error_names_the_field():
-    """The value that was read is returned unchanged, and an error names the place in the document."""
-    value = {"name": "train.bin", "tokens": 100, "sha256": "", "unknown": 1}
-    assert check_schema(value, TokenFile) is value
-    for field, wrong in (("name", "../train.bin"), ("tokens", -1), ("tokens", True), ("sha256", None)):
-        with pytest.raises(SchemaError, match=re.escape(f"$.{field}")):
-            check_schema({**value, field: wrong}, TokenFile)

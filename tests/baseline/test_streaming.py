@@ -21,6 +21,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.prepare import directory, streaming
 from nanoGPT.prepare.streaming import Corpus, hub_corpus, prepare_stream
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
+from tests.helpers.checkpoints import read_files
 from tests.helpers.programs import run_in_new_interpreter
 
 DOCUMENTS = 300
@@ -53,10 +54,6 @@ def open_parquet(folder: Path) -> Corpus:
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
     monkeypatch.setattr(streaming, "BATCH", 32)
     return write_corpus(tmp_path, generate_documents(DOCUMENTS))
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def read_shards(folder: Path) -> list[np.ndarray]:

@@ -1,11 +1,10 @@
 """The program that measures everything that needs a GPU, in a dry run on the CPU."""
 
 import json
-import re
 
 import pytest
 
-from bench.gpu.__main__ import Task, check_machine, list_tasks, main, run_process, run_tasks
+from bench.gpu.__main__ import Task, check_machine, list_tasks, main, run_tasks
 from bench.gpu.tasks import Place
 from nanoGPT.errors import ConfigError
 
@@ -43,17 +42,6 @@ def test_what_fails_hangs_or_does_not_fit_is_reported(place, capsys):
     for is_retried in (False, True):
         assert run_tasks(tasks[:1], place, 60, is_retried) == 1
         assert ("crash: why" in capsys.readouterr().out) == is_retried
-
-
-@pytest.mark.slow
-def test_a_task_without_its_packages_is_skipped(place, monkeypatch):
-    """Kernels need only torch, triton and numpy. A missing package of the trainers is the reason of a skip."""
-    missing = ["msgspec", "tyro", "tiktoken", "rich", "tqdm", "matplotlib", "safetensors", "cloudpickle"]
-    (place.folder / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({missing}))")
-    monkeypatch.setenv("PYTHONPATH", str(place.folder))
-    record = run_process(Task("options.x", 60, ("baseline", "gpt2", {})), place)
-    assert record["state"] == "skipped" and re.fullmatch(r"the package \w+ is missing", record["summary"])
-    assert run_process(Task("check.gelu", 60, ("gelu",)), place)["state"] == "done"
 
 
 def test_results_of_another_machine_are_refused(place):

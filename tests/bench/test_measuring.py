@@ -29,9 +29,7 @@ def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         return find_peak_flops(torch.device("cuda", 0), dtype)
 
-    assert get_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and get_peak_flops("NVIDIA H100 PCIe") == 756e12
     assert get_peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and get_peak_flops("NVIDIA H20") == 148e12
-    assert get_peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
     for name in ("NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         assert get_peak_flops(name) is None
     assert get_peak_flops("NVIDIA H200", torch.float32) is None

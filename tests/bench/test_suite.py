@@ -19,7 +19,6 @@ from bench.suite.execution import (
     build_command,
     classify_exit,
     execute,
-    read_status,
     write_status,
 )
 from bench.suite.file import SUITES, Suite, load_suite
@@ -272,11 +271,3 @@ def test_a_wrong_suite_file_is_refused_with_one_sentence(tmp_path, text, message
     path = write_suite(tmp_path, text, max_iters=1)
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_runs(load_suite(str(path)), tmp_path, "cpu")
-
-
-def test_a_wrong_request_is_refused_with_one_sentence(tmp_path):
-    """Unknown suites are refused; a damaged status counts as pending."""
-    with pytest.raises(ConfigError, match="no suite scalling; did you mean scaling"):
-        load_suite("scalling")
-    (tmp_path / "status.json").write_text('{"sta')
-    assert read_status(tmp_path)["state"] == "pending"

@@ -1,7 +1,10 @@
 """`python -m evaluation` with models of Hugging Face: random ones of four architectures, without a download."""
 
+import ctypes
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from evaluation import costs, units
 from evaluation.generation import Generator, Sampling, Task
+from measure.memory_limits import process_bytes
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.export import write_hf_tokenizer
 from nanoGPT.prepare.tokenizer import make_char_identity
 from tests.helpers.forking import fork_ranks_from_this_process
-from tests.helpers.loading import measure_loading
 from tests.helpers.marks import mark_slow
 from tests.helpers.solving import solve_each
 from workshop.ranks import run_on_ranks
@@ -122,6 +125,33 @@ def compare_with_transformers(folder: Path, expected: Expected) -> list[tuple[st
     return found
 
 
+KEEP_NOTHING = (-3, 2**16)  # M_MMAP_THRESHOLD: glibc returns larger blocks to the system as soon as they are freed
+
+
+def measure_loading(load: Callable[[], Any]) -> tuple[int, int]:
+    """Load a model. Return the bytes of this rank's part, and the most memory that the process had more than before.
+
+    The memory is that of `process_bytes`, which does not count the page cache. The model is loaded twice, because the
+    first time also imports libraries.
+    """
+    ctypes.CDLL(None).mallopt(*KEEP_NOTHING)
+    load()
+    begin, samples, is_loaded = process_bytes() or 0, [0], threading.Event()
+
+    def sample() -> None:
+        while not is_loaded.is_set():
+            samples.append(process_bytes() or 0)
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    model = load()
+    is_loaded.set()
+    thread.join()
+    module: torch.nn.Module = model.model  # type: ignore[attr-defined]
+    return storage_bytes(module.parameters()), max(samples) - begin
+
+
 def measure_loading_each_way(folder: Path, ways: tuple[costs.Spread, ...]) -> list[tuple[int, int]]:
     """Return the bytes of this rank's part of a model, and the memory that loading it needs, in each way."""
     from evaluation.hugging_face import OpenedHf
@@ -151,7 +181,7 @@ def run_with_transformers(function: Callable[..., Any], ranks: int, *args: Any) 
 def test_models_compute_what_transformers_computes(names, models):
     """Greedy tokens and logits to 1e-4, in each way; a rank holds and reads its share of the model."""
     expected = {name: compute_with_transformers(models / name) for name in names}
-    for loading, found in run_with_transformers(compare_all, 2, models, expected):
+    for loading, found in run_on_ranks(compare_all, 2, models, expected, show=False):
         check_loading(loading, 2)
         for name, results in found.items():
             for way, is_equal, difference, held in results:
@@ -208,7 +238,7 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     base = [f"--problems={tmp_path / 'a.jsonl'}", f"--out_dir={models / 'llama'}", "--prompt=chat", "--tokens=12"]
     ways = [[*base, f"--to={tmp_path / way}", f"--spread={way}"] for way in ("auto", "tp", "offload")]
-    assert run_with_transformers(solve_each, 1, ways[:1]) == [[0]]
+    assert run_on_ranks(solve_each, 1, ways[:1], show=False) == [[0]]
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in (models / "llama").iterdir():
@@ -227,7 +257,7 @@ def test_the_command_solves_with_a_hugging_face_model(models, tmp_path):
         (f"--out_dir={models / 'gemma3'}", "--prompt=plain", "--spread=tp"): "no tensor-parallel plan",
     }
     commands = [[*base, f"--to={tmp_path / str(i)}", *arguments] for i, arguments in enumerate(cases)]
-    for outcomes in run_with_transformers(solve_each, 2, [*ways[1:], *commands]):
+    for outcomes in run_on_ranks(solve_each, 2, [*ways[1:], *commands], show=False):
         assert outcomes[:2] == [0, 0]
         for (arguments, sentence), answer in zip(cases.items(), outcomes[2:], strict=True):
             assert sentence in str(answer), (arguments, answer)

@@ -3,12 +3,17 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.checkpoint.training_state import load_weights
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.model import GPTConfig
+from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.prepare.directory import write_meta, write_tokens
+from nanoGPT.prepare.tokenizer import make_char_identity
 
 CPU = torch.device("cpu")
 
@@ -49,3 +54,29 @@ def write_bytes(content: bytes):
 def list_names(out: Path) -> list[str]:
     """Return the sorted names of all files and directories in the checkpoint directory of a run."""
     return sorted(p.name for p in (out / "checkpoints").iterdir())
+
+
+@torch.no_grad()
+def compute_logits(folder: Path, idx: torch.Tensor) -> torch.Tensor:
+    """Return the logits of this project's GPT, with the weights of a directory."""
+    shape, weights, _ = read_weights(str(folder))
+    model = GPT(shape)
+    load_weights(model, weights)
+    return model.compute_logits(model.eval().compute_features(idx))
+
+
+def write_small_dataset(folder: Path) -> None:
+    """Write a dataset of the characters x, y and z, without a line end."""
+    tokens = np.arange(400, dtype=np.uint16) % 3
+    splits = {split: [write_tokens(folder, f"{split}.bin", tokens)] for split in ("train", "val")}
+    write_meta(folder, {}, make_char_identity("xyz"), splits)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file in a directory by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def list_steps(out: Path) -> list[str]:
+    """Return the sorted names of the checkpoints of a run."""
+    return sorted(path.name for path in (out / "checkpoints").glob("step-*"))

@@ -11,8 +11,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from bench.matrix.cells import make_config, run_cell
+from bench.matrix.cells import make_config
+from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
+from phase3_fsdp.fsdp import FsdpConfig, init_shards, put_parameters_on_meta, shard_model
 
 Row = dict[str, Any]
 OPTIONS: dict[str, list[Any]] = {
@@ -98,23 +101,13 @@ def make_cells(row: Row, folder: Path) -> list[tuple[str, int, TrainConfig]]:
     return [("baseline", 1, plain), ("phase3", row["ranks"], make_config("phase3", folder / "run", **fields))]
 
 
-def run_row(row: Row, folder: Path) -> Row:
-    """Train the runs of a row that this folder does not contain yet.
-
-    Returns:
-        The row with these keys:
-            gap: max loss difference from the baseline.
-            traffic, expected: tensor bytes of rank 0's collectives, by kind and number of ranks; measured by the
-                ledger, and from the formula.
-            state, expected_state: bytes of rank 0's model state; measured, and from the formula.
-    """
-    reference, result = (run_cell(*cell) for cell in make_cells(row, folder))
-    collectives = {f"{each['kind']} over {each['ranks']}": each for each in result.rank_0["collectives"]}
-    return {
-        **row,
-        "gap": result.max_loss_difference(reference),
-        "traffic": {name: each["tensor_bytes"] for name, each in collectives.items()},
-        "expected": {name: each["expected_bytes"] for name, each in collectives.items()},
-        "state": sum(result.rank_0["state_bytes"].values()),
-        "expected_state": sum(result.rank_0["expected_state_bytes"].values()),
-    }
+def make_sharded_model(shape: GPTConfig, model_class: type[GPT] = GPT, **options: Any) -> tuple[GPT, FsdpConfig]:
+    """Return a sharded model with its initial weights, and its configuration. Call it in a rank."""
+    fields = {name: value for name, value in vars(shape).items() if name != "gelu"}
+    config = FsdpConfig(**{"device": "cpu", **fields, **options})
+    run = create_runtime(config.device, config.dtype)
+    with put_parameters_on_meta():
+        model = model_class(shape)
+    model = shard_model(model, config, run)
+    init_shards(model, config, run)
+    return model, config

@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.matrix.cells import matches_formula
 from bench.phases import load_config_class
 from nanoGPT.files import PACKAGE
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import TrainConfig
+from operate.run_files import read_json_lines
 from workshop.ranks import losses, run_on_ranks
 
 ROOT = PACKAGE.parent
@@ -29,7 +31,7 @@ TINY: dict[str, Any] = {
     "max_iters": 12,
     "warmup_iters": 2,
     "eval_interval": 5,
-    "eval_iters": 3,
+    "eval_iters": 1,
     "log_interval": 1,
     "always_save_checkpoint": True,
 }
@@ -75,5 +77,11 @@ def gap(a: dict[int, float], b: dict[int, float]) -> float:
 
 def read_metric(out: Path, name: str) -> dict[int, float]:
     """Return the values of a metric in metrics.jsonl by step, without null values."""
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[name] for line in lines if line[name] is not None}
+    return {line["step"]: line[name] for line in read_json_lines(out / "metrics.jsonl") if line[name] is not None}
+
+
+def read_ledger(out: Path) -> dict[str, Any]:
+    """Return the ledger of a run, after checking it against the formulas."""
+    ledger = json.loads((out / "ledger.json").read_text())
+    assert matches_formula(ledger), out
+    return ledger

@@ -20,7 +20,7 @@ def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
 
     The losses are those of a run without diagnostics.
     """
-    fields = {"grad_clip": 0, "max_iters": 5, "eval_iters": 1, "gradient_accumulation_steps": 4}
+    fields = {"grad_clip": 0, "max_iters": 5, "gradient_accumulation_steps": 4}
     recorded = tiny(phase, tmp_path / "run", diagnostics_interval=2, **fields)
     curves = train_all(2, [(phase, tiny(phase, tmp_path / "plain", **fields)), (phase, recorded)])
     assert gap(*curves) == 0

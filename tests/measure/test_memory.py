@@ -5,18 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import nanoGPT.model
 from bench.matrix.cells import make_config
 from bench.plan.trace import fake_process_group, trace
 from measure.tracker import CATEGORIES, MemoryTracker
-from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from phase3_fsdp.activation_bytes import activation_bytes
 from phase3_fsdp.activation_checkpointing import checkpoint_activations
-from phase3_fsdp.fsdp import FsdpConfig, init_shards, put_parameters_on_meta, shard_model
+from tests.helpers.fsdp_options import make_sharded_model
 from workshop.ranks import run_on_ranks
 
 # All sizes of SMALL_SHAPE are divisible by 4 ranks, so that FSDP adds no padding.
@@ -59,23 +57,11 @@ def test_every_storage_is_counted_once_in_its_category():
     assert sum(memory.peak.values()) == max(sum(totals.values()) for _, totals in memory.timeline)
 
 
-def create_sharded_model(shape: GPTConfig, **options: Any) -> GPT:
-    """Return this rank's shards of a model, created as the trainer creates it."""
-    config = FsdpConfig(device="cpu", **options)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    run = Runtime(rank, rank, ranks, ranks, torch.device("cpu"), torch.float32)
-    with put_parameters_on_meta():
-        model = GPT(shape)
-    shard_model(model, config, run)
-    init_shards(model, config, run)
-    return model
-
-
 def measure_peaks(mode: str) -> tuple[int, int]:
     """Return the peak memory of a step of FSDP on this rank, as counted by MemoryTracker and by torch's MemTracker."""
     peaks = []
     for _ in range(2):
-        model = create_sharded_model(SMALL_SHAPE, fsdp_activation_checkpointing=mode)
+        model, _ = make_sharded_model(SMALL_SHAPE, fsdp_activation_checkpointing=mode)
         optimizer, x = torch.optim.AdamW(model.parameters()), random_tokens(SMALL_SHAPE, 2, 16)
         if not peaks:
             peaks.append(sum(run_step(model, optimizer, x).peak.values()))
@@ -92,9 +78,11 @@ def measure_peaks(mode: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_the_peak_matches_torchs_mem_tracker(mode):
+def test_the_peak_matches_torchs_mem_tracker(mode, monkeypatch):
     """The peak memory of a step of FSDP equals that of torch's MemTracker within 0.1%. The process group is a fake one,
     because the buffers of gloo's threads come and go."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with fake_process_group(2):
         peak, torch_peak = measure_peaks(mode)
     assert peak == pytest.approx(torch_peak, rel=0.001)
@@ -140,7 +128,7 @@ def test_checkpointing_saves_the_predicted_memory(shape, batch_size, tokens, dro
 def measure_fsdp_step(reshard: bool) -> dict[str, Any]:
     """Return the bytes that remain all-gathered after an evaluation, the memory of two ordinary steps, and the memory
     of a step of two micro-batches that reduces its gradients once."""
-    model = create_sharded_model(SMALL_SHAPE, fsdp_reshard_after_forward=reshard)
+    model, _ = make_sharded_model(SMALL_SHAPE, fsdp_reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters())
     x = random_tokens(SMALL_SHAPE, 2, 16)
     with torch.no_grad():
@@ -199,7 +187,7 @@ def measure_init_peak(shape: GPTConfig, chunk_elements: int) -> int:
     """Return the peak memory of this rank while it creates a sharded model, with chunks of `chunk_elements`."""
     nanoGPT.model.MAX_CHUNK_ELEMENTS = chunk_elements
     with MemoryTracker() as memory:
-        create_sharded_model(shape)
+        make_sharded_model(shape)
     return sum(memory.peak.values())
 
 

@@ -9,7 +9,7 @@ from nanoGPT.distributed.runtime import RequestClock, create_runtime
 from operate import run_description
 from operate.agreement import find_disagreement
 from operate.run_description import describe_run
-from tests.helpers.programs import Program, assert_refused, find_free_port, run_program
+from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program
 from tests.helpers.training import TINY, tiny
 from workshop.ranks import RankFailed, run_on_ranks
 
@@ -21,12 +21,14 @@ with open({count!r}, "a") as _file:
 """
 
 
-def start_nodes(trainer: str, flags_per_node: list[list[str]]) -> list[Program]:
+def start_nodes(trainer: str, flags_per_node: list[list[str]], gpus=(1, 1)) -> list[Program]:
     """Start one launcher per node, all on this machine, each with its own flags of the trainer."""
     environment = {"MASTER_PORT": find_free_port(), "OMP_NUM_THREADS": "1"}
-    base = [f"--nnodes={len(flags_per_node)}", "--gpus=1", "--master_addr=127.0.0.1"]
+    base = [f"--nnodes={len(flags_per_node)}", "--master_addr=127.0.0.1"]
     return [
-        Program("operate.launch", *base, f"--node_rank={node}", trainer, *node_flags, **environment)
+        Program(
+            "operate.launch", *base, f"--gpus={gpus[node]}", f"--node_rank={node}", trainer, *node_flags, **environment
+        )
         for node, node_flags in enumerate(flags_per_node)
     ]
 
@@ -42,11 +44,6 @@ def collect_outcomes(nodes: list[Program]) -> list[tuple[int, list[str]]]:
         (node.returncode, [line for line in output.splitlines() if line.startswith("error")])
         for node, output in zip(nodes, outputs, strict=True)
     ]
-
-
-def make_run_flags(out: Path, **fields) -> list[str]:
-    """Return the flags of a tiny run with the output directory `out`. `fields` replace its fields."""
-    return [f"--{name}={value}" for name, value in {**TINY, **fields, "out_dir": out}.items()]
 
 
 def test_nodes_with_different_flags_are_refused(tmp_path):
@@ -198,3 +195,14 @@ def stop_on_a_signal(signal_step: int) -> tuple[list[int], int]:
 def test_ranks_exchange_requests_once_a_second_and_stop_after_the_same_step():
     """With steps of 0.2 s on the slowest rank, the ranks communicate after 1, 2, 4, 5, 5, ... steps, and stop there."""
     assert run_on_ranks(stop_on_a_signal, 3, 14, show=False) == 3 * [([0, 2, 6, 11, 16], 16)]
+
+
+def make_run_flags(out, **fields):
+    return make_flags(**{**TINY, **fields, "out_dir": out})
+
+
+def test_nodes_with_other_numbers_of_ranks_are_refused(tmp_path):
+    """Both nodes name the numbers of ranks, although neither of them divides the micro-batches."""
+    flags = make_run_flags(tmp_path, gradient_accumulation_steps=5)
+    for code, errors in collect_outcomes(start_nodes("phase3_fsdp/train.py", [flags, flags], gpus=(1, 2))):
+        assert code == 2 and "the nodes have GPUS=[1, 2]" in errors[0], errors

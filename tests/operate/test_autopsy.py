@@ -10,7 +10,6 @@ import pytest
 from nanoGPT.errors import ConfigError
 from operate.autopsy.causes import find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
-from operate.run_files import read_heartbeats
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import Program, assert_refused, await_steps, launch, run_program
 from tests.helpers.training import tiny, train
@@ -53,7 +52,7 @@ def test_the_cause_of_each_fault_is_named(name, tmp_path):
 
 def test_a_good_run_has_no_fault(tmp_path):
     """A run that has ended, also with diagnostics, has no fault."""
-    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, n_layer=1, eval_iters=1, diagnostics_interval=1))
+    train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path, n_layer=1, diagnostics_interval=1))
     cause = find_cause(read_evidence(tmp_path))
     assert (cause.kind, cause.text) == ("none", "no fault: the run has ended")
 
@@ -99,27 +98,12 @@ def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
 
 def test_damaged_files_are_read(tmp_path):
     """Files that were cut off or contain nonsense do not stop the autopsy."""
-    train("nanoGPT", 2, tiny("nanoGPT", tmp_path, n_layer=1, eval_iters=1, diagnostics_interval=4))
+    train("nanoGPT", 2, tiny("nanoGPT", tmp_path, n_layer=1, diagnostics_interval=4))
     for path in [*tmp_path.glob("heartbeat/*"), *tmp_path.glob("diagnostics/*"), tmp_path / "env.json"]:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (tmp_path / "stacks" / "rank0.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "stacks" / "collectives-rank0.json").write_text("[]")
     assert find_cause(read_evidence(tmp_path)).kind == "none"
-
-
-def test_the_newest_start_is_that_of_rank_0(tmp_path):
-    """A resume on 2 ranks after a run on 4 has the newest heartbeats, although the clock was an hour ahead before."""
-    (tmp_path / "heartbeat").mkdir()
-    for rank in range(4):
-        beat = {"run": "new", "time": 1000.0} if rank < 2 else {"run": "old", "time": 4600.0}
-        (tmp_path / "heartbeat" / f"rank{rank}.json").write_text(json.dumps(beat))
-    assert [beat["run"] for beat in read_heartbeats(tmp_path).values()] == ["new", "new"]
-    (tmp_path / "diagnostics").mkdir()
-    for rank in range(4):
-        records = [{"run": run, "step": 1} for run in ("old", "new")[: 2 if rank < 2 else 1]]
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / "diagnostics" / f"rank{rank}.jsonl").write_text(text)
-    assert read_evidence(tmp_path).records == {rank: [{"run": "new", "step": 1}] for rank in range(2)}
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from tests.helpers.programs import Program, assert_refused, find_free_port, make
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
 
-FIELDS = {**TINY, "n_layer": 1, "max_iters": 100_000, "eval_interval": 25, "eval_iters": 1, "decay_lr": False}
+FIELDS = {**TINY, "n_layer": 1, "max_iters": 100_000, "eval_interval": 25, "decay_lr": False}
 FIELDS |= {"learning_rate": 1e-4}
 
 

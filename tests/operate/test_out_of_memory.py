@@ -23,7 +23,6 @@ from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from operate.out_of_memory import MemoryReport, list_flags
 from phase1_zero1.parallelize import Zero1Config
-from phase2_triton.apply import TritonConfig
 from phase3_fsdp.evaluate import EvaluateConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import assert_refused, run_program
@@ -215,7 +214,6 @@ SYNC = "--fsdp_sync_every_micro_batch=True"
     [
         (TrainConfig(**LARGE), 1, torch.float32, False, [BATCH, "--dtype=bfloat16", BLOCK]),
         (Zero1Config(**LARGE), 4, torch.bfloat16, True, ["--zero_stage=2", BATCH, LOSS, BLOCK]),
-        (TritonConfig(kernels="gelu", **LARGE), 1, torch.bfloat16, False, [BATCH, "--kernels=gelu,loss", BLOCK]),
         (
             FsdpConfig(fsdp_shard_size="2", **LARGE),
             4,
@@ -223,7 +221,6 @@ SYNC = "--fsdp_sync_every_micro_batch=True"
             True,
             ["--fsdp_shard_size=all", SYNC, OFFLOAD, BATCH],
         ),
-        (FsdpConfig(kernels="auto", **LARGE), 1, torch.bfloat16, True, [OFFLOAD, BATCH, CHECKPOINTING, BLOCK]),
     ],
 )
 def test_the_flags_to_try_depend_on_the_trainer_and_on_the_larger_part(config, ranks, dtype, state_first, expected):

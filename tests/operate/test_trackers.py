@@ -1,13 +1,11 @@
 """Weights & Biases, without a network: names, a run that continues after a resume, and missing credentials."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from operate.trackers import choose_wandb_run_id
 from tests.helpers.programs import assert_refused, make_flags, run_program
-from tests.helpers.training import TINY, tiny
+from tests.helpers.training import TINY
 
 NAMES = {"WANDB_PROJECT": "our-project", "WANDB_NAME": "our-run", "WANDB_RUN_GROUP": "our-group"}
 
@@ -32,18 +30,6 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path):
     for records in starts:
         assert all(name.encode() in records for name in NAMES.values())
         assert b"grad_norm" in records and b"val_loss" in records
-
-
-def test_only_a_resumed_run_continues_a_wandb_run(tmp_path):
-    """A new run, an evaluation and a resume from an older checkpoint get a new id. An evaluation does not store it."""
-    config = tiny("nanoGPT", tmp_path)
-    first = choose_wandb_run_id(config, 0)
-    assert choose_wandb_run_id(config, 5) == first
-    evaluation = dataclasses.replace(config, eval_only=True)
-    assert choose_wandb_run_id(evaluation, 5) != first and choose_wandb_run_id(config, 5) == first
-    second = choose_wandb_run_id(dataclasses.replace(config, resume_step=5), 5)
-    third = choose_wandb_run_id(config, 0)
-    assert len({first, second, third}) == 3 and choose_wandb_run_id(config, 5) == third
 
 
 @pytest.mark.parametrize("words", [["operate.launch", "--gpus=2", "nanoGPT/train.py"], ["nanoGPT/train.py"]])

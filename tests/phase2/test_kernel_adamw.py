@@ -6,7 +6,7 @@ import torch
 from phase2_triton.kernels import adamw
 from phase2_triton.kernels.adamw import TritonAdamW
 from phase2_triton.kernels.core import KernelError
-from tests.helpers.kernels import assert_near, draw_normal, gap
+from tests.helpers.kernels import GuardedBuffers, assert_near, draw_normal, gap
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -14,10 +14,10 @@ SHAPES = [(1,), (769,), (33, 65), (3, 5), (20000,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
-def make_optimizer(optimizer_class, dtype=torch.float32, shapes=SHAPES, **options):
+def make_optimizer(optimizer_class, dtype=torch.float32, **options):
     """Return parameters and an optimizer with two groups. The first group has weight decay and another learning
     rate."""
-    params = [torch.nn.Parameter(draw_normal(s, seed).to(dtype)) for seed, s in enumerate(shapes)]
+    params = [torch.nn.Parameter(draw_normal(s, seed).to(dtype)) for seed, s in enumerate(SHAPES)]
     groups = [{"params": params[:2], "weight_decay": 0.5, "lr": 3e-2}, {"params": params[2:], "weight_decay": 0.0}]
     return params, optimizer_class(groups, **OPTIONS, **options)
 
@@ -72,7 +72,8 @@ def test_a_step_writes_only_its_tensors():
     for size in (1, 769, 5000):
         start = [draw_normal((size,), seed).float() for seed in range(4)]
         start[3] = start[3].abs()
-        p, gradient, *moments = (add_bands(t) for t in start)
+        bands = GuardedBuffers(7)
+        p, gradient, *moments = (bands.allocate(t.shape, t.dtype, t.device).copy_(t) for t in start)
         param = torch.nn.Parameter(p)
         optimizer = TritonAdamW([param], lr=0.01, weight_decay=0.1)
         param.grad = gradient
@@ -82,16 +83,7 @@ def test_a_step_writes_only_its_tensors():
         exact = adamw.reference(*(t.double() for t in start), factors)
         assert all(gap(a, b) <= 1e-6 for a, b in zip((param, *moments), exact, strict=True))
         assert torch.equal(gradient, start[1])
-        for tensor in (param, gradient, *moments):
-            buffer = tensor.detach().as_strided((size + 128,), (1,), 0)
-            assert (buffer[:64] == 7).all() and (buffer[-64:] == 7).all()
-
-
-def add_bands(tensor):
-    """Copy a tensor between bands of the number 7. Bands of NaN would not show a NaN that a kernel writes."""
-    buffer = torch.full((tensor.numel() + 128,), 7.0)
-    buffer[64:-64] = tensor
-    return buffer[64:-64]
+        assert bands.are_bands_intact()
 
 
 def test_types_sizes_and_numbers_of_steps_can_differ():
@@ -163,21 +155,11 @@ def test_invalid_input_is_refused_before_anything_changes():
 
 def test_a_state_of_another_shape_is_refused():
     """The kernel receives addresses, so tensors of another size, type or layout must never reach it."""
-
-    def enlarge(p):
-        p.data = torch.zeros(9, 9)
-        p.grad = torch.zeros(9, 9)
-
-    def convert_to_half(p):
-        p.data = p.data.half()
-        p.grad = torch.zeros_like(p)
-
-    for change in (enlarge, convert_to_half):
-        p = torch.nn.Parameter(torch.zeros(5, 7))
+    for changed in (torch.zeros(9, 9), torch.zeros(5, 7).half()):
+        p = make_param(torch.ones(5, 7), shape=(5, 7))
         optimizer = TritonAdamW([p])
-        p.grad = torch.ones_like(p)
         optimizer.step()
-        change(p)
+        p.data, p.grad = changed, torch.zeros_like(changed)
         with pytest.raises(KernelError, match="exp_avg is .* and its parameter .*: load this model's state"):
             optimizer.step()
     p = make_param(torch.ones(3, 4))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phase2_triton.kernels import layernorm
-from phase2_triton.kernels.core import KernelError, is_interpreted
+from phase2_triton.kernels.core import is_interpreted
 from tests.helpers.kernels import (
     assert_as_exact_as_torch,
     assert_registered,
@@ -29,7 +29,9 @@ def add_layer_norm_reference(x, branch, weight, bias=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("M", "N", "bias"), [(1, 769, True), (33, 1023, False), (129, 1600, True), (7, 1, True)])
+@pytest.mark.parametrize(
+    ("M", "N", "bias"), [(1, 769, True), (33, 1023, False), (129, 1600, True), (7, 1, True), (0, 5, True)]
+)
 def test_add_layer_norm_is_as_exact_as_torch(M, N, bias, dtype):
     """Results and gradients are as exact as torch's, at ragged widths and odd numbers of rows, with and without bias.
 
@@ -128,18 +130,3 @@ def test_autocast_keeps_the_residual_stream_in_fp32():
     assert gap(total, exact_total) <= 1e-6 and gap(y, exact) <= exact.abs().max() * 2**-8
     dx, dbranch = torch.autograd.grad(y.sum(), (x, bf16_branch))
     assert dx.dtype == torch.float32 and dbranch.dtype == torch.bfloat16 and gap(dx, dbranch) <= dx.abs().max() * 2**-8
-
-
-INVALID_CALLS = [
-    (lambda: layernorm.layer_norm(torch.zeros(3, 5), torch.zeros(4)), r"weight has shape \(4,\): pass \(5,\)"),
-    (lambda: layernorm.layer_norm(torch.zeros(3, 5).long(), torch.zeros(5)), "x is torch.int64: pass float32"),
-    (lambda: layernorm.layer_norm(torch.zeros(1, 20000), torch.zeros(20000)), "the kernel supports up to 16384"),
-    (lambda: layernorm.layer_norm(torch.zeros(3, 5, device="meta"), torch.zeros(5)), "where kernels cannot run"),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), INVALID_CALLS, ids=[words[:20] for _, words in INVALID_CALLS])
-def test_invalid_input_is_refused(call, words):
-    """An unsuitable shape, type, number or device is refused."""
-    with pytest.raises(KernelError, match=words):
-        call()

@@ -10,8 +10,17 @@ import torch
 from torch._inductor.codecache import FxGraphHashDetails
 
 from bench.kernels.resources import build_calls, record_call
-from phase2_triton.kernels import adamw, core
-from phase2_triton.kernels.core import hash_sources
+from phase2_triton.kernels import (
+    adamw,
+    attention,
+    core,
+    cross_entropy,
+    embedding,
+    gelu,
+    layernorm,
+    linear_cross_entropy,
+)
+from phase2_triton.kernels.core import KernelError, hash_sources, is_interpreted
 from tests.helpers.kernels import find_converted_numbers
 from tests.helpers.programs import run_with_compiled_kernels
 
@@ -144,3 +153,40 @@ spill = inspect_machine_code(compile_for("sm_90", one_row_kernel, (x, x, x, x, x
 spill = find_problems("planted", "sm_90", spill)
 print(json.dumps({"spill": spill, "code": code}))
 """
+
+
+Z, IDX = torch.zeros, torch.zeros(1, 3, dtype=torch.int64)
+INVALID_CALLS = [
+    (lambda: layernorm.layer_norm(Z(3, 5), Z(4)), r"weight has shape \(4,\): pass \(5,\)"),
+    (lambda: layernorm.layer_norm(Z(3, 5).long(), Z(5)), "x is torch.int64: pass float32"),
+    (lambda: layernorm.layer_norm(Z(1, 20000), Z(20000)), "the kernel supports up to 16384"),
+    (lambda: layernorm.layer_norm(Z(3, 5, device="meta"), Z(5)), "where kernels cannot run"),
+    (lambda: cross_entropy.cross_entropy(Z(3, 9), Z(4).long()), r"targets have shape \(4,\): pass \(3,\)"),
+    (lambda: cross_entropy.cross_entropy(Z(3, 9), Z(3)), "targets are torch.float32.* pass int64"),
+    (lambda: cross_entropy.cross_entropy(Z(3, 9), torch.full((3,), 9)), "target 9 is not one of 9 classes"),
+    (
+        lambda: linear_cross_entropy.linear_cross_entropy(Z(3, 9), Z(9, 5), torch.full((3,), 1)),
+        r"weight has shape \(9, 5\)",
+    ),
+    (
+        lambda: attention.causal_attention(Z(1, 2, 5, 16), Z(1, 2, 4, 16), Z(1, 2, 5, 16)),
+        "pass three tensors of one type",
+    ),
+    (lambda: attention.causal_attention(*(Z(1, 1, 2, 160),) * 3), "heads have 160 channels"),
+    (lambda: attention.causal_attention(*(Z(1, 2, 5, 16),) * 3, 1.0), "dropout_p=1.0 is out of range"),
+    (lambda: embedding.embedding(IDX.short(), Z(5, 8), Z(4, 8)), r"torch.int16, on \S+: pass \(B, T\) of int64"),
+    (lambda: embedding.embedding(IDX, Z(5, 8), Z(4, 7)), "pass two matrices of the same width and type"),
+    (lambda: embedding.embedding(IDX, Z(5, 8), Z(4, 8), 2), "3 tokens from position 2 do not fit"),
+    (lambda: gelu.bias_gelu(Z(3, 5), Z(4)), r"pass \(5,\), the width of x"),
+    (lambda: gelu.bias_gelu(Z(3, 5), None, "sigmoid"), "use none or tanh"),
+]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(("call", "words"), INVALID_CALLS, ids=[words[:20] for _, words in INVALID_CALLS])
+def test_invalid_input_is_refused(call, words):
+    """An unsuitable shape, type, number or device is refused."""
+    if "is not one of" in words and not is_interpreted():
+        pytest.skip("only the interpreter checks labels")
+    with pytest.raises(KernelError, match=words):
+        call()

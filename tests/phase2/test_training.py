@@ -29,7 +29,7 @@ from phase2_triton.changes import find_change
 from phase2_triton.kernels.core import KernelError
 from tests.helpers.kernels import compile_full_graph, draw_integers
 from tests.helpers.programs import DEADLINE, assert_refused, run_program
-from tests.helpers.training import ROOT, gap, tiny, train, train_all
+from tests.helpers.training import ROOT, gap, tiny, train
 
 pytestmark = pytest.mark.usefixtures("on_device")
 SMALL = {
@@ -51,8 +51,8 @@ def make_model(**changes) -> GPT:
     return model
 
 
-def make_batch(seed=1, B=3, T=16):
-    return draw_integers(75, (2, B, T), seed)
+def make_batch():
+    return draw_integers(75, (2, 3, 16), 1)
 
 
 def train_small_model(phase, ranks, out, device, **changes):
@@ -149,11 +149,6 @@ def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_s
     net = make_model(n_embd=2 * head_size, n_layer=1)
     line, *_ = apply_kernels(net, "auto", device_type, is_compiled)
     assert line.startswith(f"kernels: auto selects {sharded}: ")
-    fields = {"n_embd": 2 * head_size, "n_head": 2, "kernels": "auto"}
-    TritonConfig(**fields).check(1)
-    config = TritonConfig(compile=is_compiled, **fields)
-    uses_kernel = type(kernel_optimizer(net, config)).__name__ == "TritonAdamW"
-    assert not uses_kernel
 
 
 @pytest.mark.slow
@@ -188,15 +183,6 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(tmp_path, device):
         out = shutil.copytree(tmp_path / "cut", tmp_path / phase)
         resumed = train_small_model(phase, 1, out, device, init_from="resume", **small)
         assert resumed == uninterrupted if is_identical else gap(resumed, uninterrupted) <= 1e-5
-
-
-@pytest.mark.slow
-def test_compiled_equals_eager(tmp_path, device):
-    """--compile=True prints the losses of eager mode: every kernel is inside the graph."""
-    fields = {**SMALL, "device": device, "dtype": "float32"}
-    configs = [tiny("phase2_triton", tmp_path / str(value), **fields, compile=value) for value in (False, True)]
-    eager, compiled = train_all(1, [("phase2_triton", config) for config in configs])
-    assert gap(eager, compiled) <= 1e-5
 
 
 @pytest.mark.slow
@@ -240,7 +226,8 @@ def test_muon_uses_no_optimizer_kernel():
     config = TritonConfig(optimizer="muon", n_embd=32)
     assert type(kernel_optimizer(make_model(), config)).__name__ == "MuonWithAdamW"
     assert type(kernel_optimizer(make_model(), TritonConfig())).__name__ == "TritonAdamW"
-    assert type(kernel_optimizer(make_model(), TritonConfig(kernels="loss"))) is torch.optim.AdamW
+    for kernels in ("auto", "loss"):
+        assert type(kernel_optimizer(make_model(), TritonConfig(kernels=kernels))) is torch.optim.AdamW
 
 
 class CustomHeadGPT(GPT):
@@ -384,17 +371,3 @@ def test_torch_runs_where_triton_cannot():
     assert process.returncode == 0, process.stderr
     for reason, line in zip(UNUSABLE_TRITON.values(), process.stdout.splitlines(), strict=True):
         assert reason in line and line.count("kernels:") == 1 and line.endswith("] GPT AdamW"), line
-
-
-def test_the_script_in_the_notes_runs(tmp_path):
-    """The script in IMPLEMENTATION.md runs without changes and prints torch's loss."""
-    text = (ROOT / "phase2_triton/IMPLEMENTATION.md").read_text()
-    script = text[text.index("# mine.py") :].split("```")[0]
-    check = "\nexact = torch.nn.functional.layer_norm(x, (96,)) @ head.t()\n"
-    check += (
-        "print(abs(torch.nn.functional.cross_entropy(exact, torch.arange(33, device=device)) - loss).item() < 1e-4)\n"
-    )
-    (tmp_path / "mine.py").write_text(script + check)
-    outcome = run_program(str(tmp_path / "mine.py"))
-    assert outcome.code == 0, outcome.output
-    assert outcome.output.startswith("loss ") and outcome.output.endswith("True\n"), outcome.output

@@ -1,7 +1,6 @@
 """Phase 3: with every option, FSDP prints the baseline's losses. Communication and state match the formula."""
 
 import dataclasses
-import functools
 import math
 import re
 import tempfile
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from bench.phases import PHASES
+from bench.matrix.cells import matches_formula, run_cell
 from nanoGPT.checkpoint.manifest import NewFiles
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
@@ -21,21 +20,17 @@ from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import allocate_state
-from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import (
     FsdpConfig,
     allocate_shards,
     create_mesh,
     find_units,
-    init_shards,
-    put_parameters_on_meta,
-    shard_model,
 )
 from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
-from tests.helpers.fsdp_options import MAX_LOSS_DIFFERENCE, make_cells, make_covering_array, run_row
+from tests.helpers.fsdp_options import MAX_LOSS_DIFFERENCE, make_cells, make_covering_array, make_sharded_model
 from tests.helpers.marks import mark_slow
-from tests.helpers.training import ROOT, gap, read_metric, tiny, train, train_all
+from tests.helpers.training import ROOT, gap, read_metric, tiny, train
 from workshop.ranks import RankFailed, run_on_ranks
 
 MEDIUM = GPTConfig(2, 2, 32, 16, False, 80)
@@ -48,53 +43,27 @@ def test_every_option_with_every_other(ranks, tmp_path):
     Communication matches the formula exactly. The state is 16 bytes for each element that a rank stores.
     """
     rows = {tmp_path / str(i): row for i, row in enumerate(make_covering_array()) if row["ranks"] == ranks}
-    # All runs on the same number of ranks are in one call of run_on_ranks, so that ranks start only once.
-    cells_by_ranks: dict[int, dict[str, tuple[str, TrainConfig]]] = {}
     for folder, row in rows.items():
-        for phase, size, config in make_cells(row, folder):
-            cells_by_ranks.setdefault(size, {})[config.out_dir] = (PHASES[phase], config)
-    for size, cells in cells_by_ranks.items():
-        train_all(size, list(cells.values()))
-    for folder, row in rows.items():
-        result = run_row(row, folder)  # reads the results of these runs
-        assert result["gap"] <= MAX_LOSS_DIFFERENCE[result.get("dtype", "float32")], result
-        assert result["traffic"] == result["expected"], result
-        assert result["state"] == result["expected_state"], result
+        reference, result = (run_cell(*cell) for cell in make_cells(row, folder))  # reads the results of these runs
+        assert result.max_loss_difference(reference) <= MAX_LOSS_DIFFERENCE[row["dtype"]], row
+        assert matches_formula(result.ledger), row
 
 
-def make_sharded_model(shape: GPTConfig, seed: int = 1, **options) -> tuple[GPT, FsdpConfig]:
-    """Return a sharded model with its initial weights, and its configuration. Call it in a rank."""
-    fields = {name: value for name, value in dataclasses.asdict(shape).items() if name != "gelu"}
-    config = FsdpConfig(seed=seed, **{"device": "cpu", **fields, **options})  # type: ignore[arg-type]
-    run = create_runtime(config.device, config.dtype)
-    with put_parameters_on_meta():
-        model = GPT(shape)
-    model = shard_model(model, config, run)
-    init_shards(model, config, run)
-    return model, config
-
-
-def gather_weights_by_name(*options: tuple[str, Any]) -> dict[str, torch.Tensor]:
-    model, _ = make_sharded_model(MEDIUM, **dict(options))
+def gather_weights_by_name(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model, _ = make_sharded_model(MEDIUM, **options)
     return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
 
 
-WEIGHT_CASES: list[tuple[int, list[tuple[str, Any]]]] = [
-    (1, []),
-    (3, []),
-    (4, [("fsdp_shard_size", "2")]),
-    (8, []),
-    (2, [("fsdp_cpu_offload", True)]),
-]
-
-
-@pytest.mark.parametrize(("ranks", "options"), WEIGHT_CASES)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (3, {}), (4, {"fsdp_shard_size": "2"}), (8, {}), (2, {"fsdp_cpu_offload": True})],
+)
 def test_the_weights_do_not_depend_on_ranks(ranks, options):
     """Weights from the meta device are identical to the baseline's: on 1 to 8 ranks, in hybrid shards, and
     offloaded."""
     plain = GPT(MEDIUM)
-    plain.init_weights(1)
-    for weights in call_all(ranks)[gather_weights_by_name, *options]:
+    plain.init_weights(FsdpConfig.seed)
+    for weights in run_on_ranks(gather_weights_by_name, ranks, options, show=False):
         assert weights.keys() == dict(plain.named_parameters()).keys()
         assert all(torch.equal(weights[name], param) for name, param in plain.named_parameters())
 
@@ -119,27 +88,22 @@ def test_shards_within_one_node():
 
     If nodes have different numbers of ranks, an error states it.
     """
-    results = call_all(4)
-    assert results[create_node_mesh, 2, 2, 2, 2] == [[[0, 1], [2, 3]]] * 4
-    assert results[create_node_mesh, 4, 4, 4, 4] == [[0, 1, 2, 3]] * 4
-    for message in results[create_node_mesh, 2, 2, 1, 1]:
+    assert run_on_ranks(create_node_mesh, 4, 2, 2, 2, 2, show=False) == [[[0, 1], [2, 3]]] * 4
+    assert run_on_ranks(create_node_mesh, 4, 4, 4, 4, 4, show=False) == [[0, 1, 2, 3]] * 4
+    for message in run_on_ranks(create_node_mesh, 4, 2, 2, 1, 1, show=False):
         assert "the nodes have 1 and 2: use --fsdp_shard_size=all" in message
 
 
 def record_types_in_blocks() -> set[tuple[torch.dtype, bool]]:
     """Return the type of a block's activations, and whether autocast is enabled, for each block."""
-    config = FsdpConfig(device="cpu", dtype="bfloat16", n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=80)
-    run = create_runtime(config.device, config.dtype)
-    with put_parameters_on_meta():
-        model = GPT(MEDIUM)
-    model = shard_model(model, config, run)
-    init_shards(model, config, run)
+    model, config = make_sharded_model(MEDIUM, dtype="bfloat16")
     types = set()
     for block in model.blocks:
         block.ln_1.register_forward_hook(
             lambda module, inputs, output: types.add((output.dtype, torch.is_autocast_enabled("cpu")))
         )
     x = torch.zeros(1, 16, dtype=torch.int64)
+    run = create_runtime(config.device, config.dtype)
     with dataclasses.replace(run, uses_autocast=config.uses_autocast).autocast():
         model(x, x)
     return types
@@ -147,7 +111,7 @@ def record_types_in_blocks() -> set[tuple[torch.dtype, bool]]:
 
 def test_fsdp_alone_casts_to_bfloat16():
     """FSDP casts parameters when it all-gathers them. Autocast is off, because it would cast some results to fp32."""
-    assert call_all(2)[record_types_in_blocks,] == [{(torch.bfloat16, False)}] * 2
+    assert run_on_ranks(record_types_in_blocks, 2, show=False) == [{(torch.bfloat16, False)}] * 2
 
 
 class ScaledGPT(GPT):
@@ -163,20 +127,15 @@ class ScaledGPT(GPT):
 
 def compute_loss_with_buffer() -> list[float]:
     """Return the loss of a model with a buffer: sharded, and not sharded."""
-    config = FsdpConfig(device="cpu", n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=80)
-    run, tokens = create_runtime(config.device, config.dtype), torch.arange(16)[None]
-    with put_parameters_on_meta():
-        model = ScaledGPT(MEDIUM)
-    sharded = shard_model(model, config, run)
-    init_shards(sharded, config, run)
-    plain = ScaledGPT(MEDIUM)
+    sharded, config = make_sharded_model(MEDIUM, ScaledGPT)
+    plain, tokens = ScaledGPT(MEDIUM), torch.arange(16)[None]
     plain.init_weights(config.seed)
     return [model(tokens, tokens).item() for model in (sharded, plain)]
 
 
 def test_buffers_have_their_values():
     """A sharded model has the buffers of the model that is not sharded. A buffer without values is refused."""
-    for sharded, plain in call_all(2)[compute_loss_with_buffer,]:
+    for sharded, plain in run_on_ranks(compute_loss_with_buffer, 2, show=False):
         assert sharded == pytest.approx(plain, abs=1e-6)
     with torch.device("meta"):
         model = ScaledGPT(MEDIUM)
@@ -202,7 +161,7 @@ def load_other_models() -> list[str]:
 
 def test_shards_of_another_model_are_refused():
     """If a parameter of the checkpoint or of the model is missing or has another shape, no part of it is loaded."""
-    for fewer, no_bias, deeper in call_all(2)[load_other_models,]:
+    for fewer, no_bias, deeper in run_on_ranks(load_other_models, 2, show=False):
         assert "such as transformer.wte.weight: its shape is (80, 32) in the checkpoint, and (64, 32)" in fewer
         assert "differ in 13 parameters" in no_bias and "and missing in the model" in no_bias
         assert "differ in 12 parameters" in deeper and "is missing in the checkpoint" in deeper
@@ -234,7 +193,7 @@ def save_with_and_without_copy() -> list[float]:
 
 def test_a_save_writes_its_copy_once():
     """A save writes the copy that was taken for it, and the current weights if there is no copy."""
-    assert call_all(2)[save_with_and_without_copy,] == [[0.0, 1.0, 2.0]] * 2
+    assert run_on_ranks(save_with_and_without_copy, 2, show=False) == [[0.0, 1.0, 2.0]] * 2
 
 
 def test_units_by_size():
@@ -269,35 +228,6 @@ def test_kernels_are_in_the_sharded_model(device, need_ranks):
     assert not [name for name in plain_class_names if "Kernel" in name]
 
 
-@functools.cache
-def call_all(ranks: int) -> dict[tuple, list[Any]]:
-    """Call the functions of the tests above on real ranks, which start only once for all of these tests.
-
-    Returns:
-        The results of all ranks for each call, which is a function with its arguments.
-    """
-    calls: dict[int, list[tuple]] = {
-        2: [
-            (record_types_in_blocks,),
-            (compute_loss_with_buffer,),
-            (load_other_models,),
-            (save_with_and_without_copy,),
-        ],
-        4: [
-            *((create_node_mesh, *sizes) for sizes in ((2, 2, 2, 2), (4, 4, 4, 4), (2, 2, 1, 1))),
-        ],
-    }
-    own_calls = calls.get(ranks, [])
-    own_calls += [(gather_weights_by_name, *options) for size, options in WEIGHT_CASES if size == ranks]
-    results = run_on_ranks(call_each, ranks, own_calls, show=False)
-    return {call: [each[i] for each in results] for i, call in enumerate(own_calls)}
-
-
-def call_each(calls: list[tuple]) -> list[Any]:
-    """Call functions with their arguments, one after another on this rank. Return their results."""
-    return [function(*arguments) for function, *arguments in calls]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -329,23 +259,19 @@ def evaluate_each(configs: list[EvaluateConfig]) -> list[float]:
     return [evaluate_weights(config) for config in configs]
 
 
-def list_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*"))
-
-
 def test_evaluate_reads_checkpoints_of_other_phases(tmp_path, capsys):
     """evaluate.py on 3 ranks, which cannot share the 4 micro-batches, prints the loss that phase 1 logged on 2 ranks.
 
     While another run has locked the directory, it takes no lock, writes nothing, and creates no optimizer.
     """
-    fields = {"max_iters": 2, "gradient_accumulation_steps": 4, "dropout": 0.0, "optimizer": "muon"}
+    fields = {"max_iters": 2, "eval_iters": 3, "gradient_accumulation_steps": 4, "dropout": 0.0, "optimizer": "muon"}
     train("phase1_zero1", 2, tiny("phase1_zero1", tmp_path, **fields))
     logged = read_metric(tmp_path, "val_loss")[2]
     config = parse(EvaluateConfig, [f"--out_dir={tmp_path}", "--device=cpu"], ROOT / "phase3_fsdp" / "evaluate.py")
     assert config.optimizer == "muon"
-    lock, before = DirectoryLock(tmp_path), list_files(tmp_path)
+    lock, before = DirectoryLock(tmp_path), {*tmp_path.rglob("*")}
     assert run_on_ranks(evaluate_weights, 3, config) == pytest.approx([logged] * 3, abs=1e-6)
-    assert list_files(tmp_path) == before
+    assert {*tmp_path.rglob("*")} == before
     lock.close()
     pattern = r"validation loss (.+), perplexity (.+), over 96 tokens"  # 3 x 2 x 16
     match = re.search(pattern, capsys.readouterr().out)

@@ -1,10 +1,6 @@
 """Muon with FSDP: the update equals that of full matrices, and one rank orthogonalizes each matrix."""
 
-import functools
-import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from bench.matrix.cells import matches_formula
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp import muon
 from phase3_fsdp.muon import ShardedMuon, orthogonalize
 from tests.helpers.marks import mark_slow
-from tests.helpers.training import call_train, gap, tiny, train_all
-from workshop.ranks import losses, run_on_ranks
+from tests.helpers.training import call_train, gap, read_ledger, tiny, train, train_all
+from workshop.ranks import run_on_ranks
 
 STEPS = {"max_iters": 7, "lr_decay_iters": 7, "eval_interval": 4, "dtype": "float32", "compile": False}
 STEPS |= {"optimizer": "muon"}
@@ -38,49 +33,28 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"fsdp_wrap": "4000", "fsdp_activation_checkpointing": "full"}),
     (2, {"fsdp_cpu_offload": True}),
 ]
-RunsByRanks = Callable[[int], dict[str, Path]]
-
-
-def name_options(options: Any) -> str | None:
-    """Return the options of a case as a name."""
-    return "-".join(f"{k}={v}" for k, v in options.items()) if isinstance(options, dict) else None
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RunsByRanks:
-    """Return a function that trains all cases with a number of ranks, which start only once. It returns the directory
-    of each run. One rank also trains the baseline."""
-
-    @functools.cache
-    def train_cases(ranks: int) -> dict[str, Path]:
-        folder, device = tmp_path_factory.mktemp("muon"), request.config.getoption("--device")
-        cells: dict[str, tuple[str, TrainConfig]] = {}
-        for options in [options for size, options in CASES if size == ranks]:
-            config = tiny("phase3_fsdp", folder / str(len(cells)), device=device, ledger=True, **{**STEPS, **options})
-            cells[str(name_options(options))] = ("phase3_fsdp", config)
-        if ranks == 1:
-            cells["baseline"] = ("nanoGPT", tiny("nanoGPT", folder / "baseline", device=device, **STEPS))
-        train_all(ranks, list(cells.values()))
-        return {name: Path(config.out_dir) for name, (_, config) in cells.items()}
-
-    return train_cases
+def baseline(tmp_path_factory, request):
+    device = request.config.getoption("--device")
+    return train("nanoGPT", 1, tiny("nanoGPT", tmp_path_factory.mktemp("baseline"), device=device, **STEPS))
 
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [*(case for case in CASES if case[0] < 8), *mark_slow(*(case for case in CASES if case[0] == 8))],
-    ids=name_options,
+    ids=str,
 )
-def test_it_trains_like_one_rank(ranks, options, runs, device, need_ranks):
+def test_it_trains_like_one_rank(ranks, options, baseline, tmp_path, device, need_ranks):
     """Over 7 steps the losses differ from those of one rank by at most 2e-4: bf16 rounds differently.
 
     State and communication match the formula exactly.
     """
     need_ranks(ranks)
-    run = runs(ranks)[name_options(options)]
-    assert gap(losses(runs(1)["baseline"]), losses(run)) <= (0 if ranks == 1 else 2e-4)
-    ledger = json.loads((run / "ledger.json").read_text())
-    assert matches_formula(ledger)
+    config = tiny("phase3_fsdp", tmp_path, device=device, ledger=True, **STEPS, **options)
+    assert gap(baseline, train("phase3_fsdp", ranks, config)) <= (0 if ranks == 1 else 2e-4)
+    ledger = read_ledger(tmp_path)
     matrices = 2 * 12 * 32**2
     sent = [row for row in ledger["ranks"][0]["collectives"] if row["kind"] == "all-to-all"]
     if ranks == 1:

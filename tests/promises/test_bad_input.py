@@ -33,9 +33,9 @@ SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8"]
 FLAGS = ["--device=cpu", "--max_iters=2", "--eval_iters=1", *SHAPE]
 
 
-def run_trainer(out: Path, *words: str, trainer: str = "nanoGPT/train.py", **environment: str):
+def run_trainer(out: Path, *words: str):
     """Run a trainer with a tiny configuration on the CPU."""
-    return run_program(trainer, f"--out_dir={out}", *FLAGS, *words, **environment)
+    return run_program("nanoGPT/train.py", f"--out_dir={out}", *FLAGS, *words)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_dataset_that_is_not_prepared_names_the_command():
 
 def test_resume_with_another_shape_or_tokenizer_is_refused(tmp_path):
     """Resuming with another depth, context or tokenizer is refused. The error names the flag and the saved value."""
-    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1, eval_iters=1))
+    train("nanoGPT", 1, tiny("nanoGPT", tmp_path, max_iters=1))
     resume = ("nanoGPT/train.py", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=2")
     assert_refused(run_program(*resume, "--n_layer=3"), "--n_layer=3", "n_layer=2")
     assert_refused(run_program(*resume, "--block_size=8"), "--block_size=8", "block_size=16")

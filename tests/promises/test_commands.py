@@ -23,6 +23,7 @@ from nanoGPT.job.parse import parse
 from nanoGPT.train_config import TrainConfig, validate
 from operate.launch import split_arguments
 from operate.nodes import NodeConfig
+from tests.helpers.programs import run_program
 from tests.helpers.repository import list_files
 from tests.helpers.training import CONFIGS, ROOT
 
@@ -37,6 +38,7 @@ SETUP_VARIABLES = (
     "CONFIG",
 )  # without an effect if everything is set up, or checked below
 SENTINEL = "some-value"
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 PARSE = nanoGPT.job.program.command_line
 
 
@@ -221,3 +223,14 @@ def test_names_with_spaces_and_quotes_reach_the_trainer(name):
     output = run_make("baseline", f"DATASET={name.replace('$', '$$')}")
     line = next(line for line in output.splitlines() if "operate.launch" in line)
     assert f"--dataset={name}" in shlex.split(line)
+
+
+@pytest.mark.parametrize(("phase", "launcher"), [("phase1_zero1", TORCHRUN), ("phase2_triton", [])])
+def test_the_script_in_the_notes_runs(phase, launcher, tmp_path):
+    """The script in IMPLEMENTATION.md runs without changes, and prints a loss."""
+    (script,) = re.findall(
+        r"```python\n(# mine\.py.*?)```", (ROOT / phase / "IMPLEMENTATION.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "mine.py").write_text(script)
+    outcome = run_program(*launcher, str(tmp_path / "mine.py"))
+    assert outcome.code == 0 and re.search(r"^loss \d", outcome.output, re.MULTILINE), outcome

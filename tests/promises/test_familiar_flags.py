@@ -19,16 +19,13 @@ from nanoGPT.sample import SampleConfig
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig, field_names
 from phase3_fsdp.fsdp import FsdpConfig
+from tests.helpers.checkpoints import list_steps
 from tests.helpers.programs import Program, make_flags
 from tests.helpers.training import ROOT, TINY, call_train_all, read_metric, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks
 
 PHASES = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
 TRAINER = ROOT / "nanoGPT" / "train.py"
-
-
-def steps_saved(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
 
 
 def read_run_files(out: Path) -> dict[str, bytes]:
@@ -54,16 +51,6 @@ def test_short_forms_of_flags(words, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_flags_of_other_trainers_have_an_answer():
-    """A flag of another trainer is refused. The flags that the answer names exist."""
-    known = field_names(add_flags(FsdpConfig, find_default_observers()))
-    for name, answer in FsdpConfig.FOREIGN_FLAGS.items():
-        assert name not in known and set(re.findall(r"--(\w+)", answer)) <= {*known}
-    for flag, words in (("--lr=1", "use --learning_rate instead"), ("--wdd=1", "unknown flag --wdd; --help lists")):
-        with pytest.raises(ConfigError, match=words):
-            parse(FsdpConfig, ["--device=cpu", flag], ROOT / "phase3_fsdp" / "train.py")
-
-
 def test_an_observer_may_define_a_flag_of_another_trainer(tmp_path, monkeypatch):
     """A flag that an observer defines is its own, on the command line and in a config file."""
     (tmp_path / "my_budget.py").write_text(
@@ -76,12 +63,6 @@ def test_an_observer_may_define_a_flag_of_another_trainer(tmp_path, monkeypatch)
     words = [str(tmp_path / "config.py"), "--device=cpu", "--observers=my_budget", "--tokens=5"]
     config = parse(FsdpConfig, words, ROOT / "phase3_fsdp" / "train.py")
     assert (config.epochs, config.tokens) == (3, 5)
-
-
-def test_a_choice_lists_the_valid_values():
-    """An invalid choice is refused with the valid ones."""
-    with pytest.raises(ConfigError, match="--dtype=fp16 is invalid: use auto, float32, bfloat16, float16"):
-        parse(FsdpConfig, ["--dtype=fp16"], ROOT / "phase3_fsdp" / "train.py")
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
@@ -141,20 +122,6 @@ def test_a_fraction_is_written_as_in_python():
     assert (config.dropout, config.weight_decay) == (0.1, 1.0)
 
 
-@pytest.mark.parametrize("name", ["backend", "use_fsdp", "wandb_log", "wandb_project", "fsdp_min_num_params", "start"])
-def test_flags_of_other_trainers_are_explained(name, tmp_path):
-    """A flag of nanoGPT or of FSDP1 that does not exist here is one sentence with the replacement, also in a config
-    file. Only phase 3 has a replacement for those of FSDP1."""
-    config_class = FsdpConfig if name in ("fsdp_min_num_params", "start") else TrainConfig
-    (tmp_path / "theirs.py").write_text(f"{name} = 'nccl'\n")
-    for words in ([f"--{name}=x"], [str(tmp_path / "theirs.py")]):
-        with pytest.raises(
-            ConfigError,
-            match=f"{name}.* not a flag of this trainer: (leave it out|use |set )",
-        ):
-            parse(config_class, words, TRAINER)
-
-
 def test_a_constant_learning_rate():
     """With decay_lr=False every step has the learning rate that was given, without warm-up."""
     config = TrainConfig(decay_lr=False, learning_rate=1e-3, warmup_iters=5, max_iters=10)
@@ -190,8 +157,10 @@ def test_an_older_checkpoint_is_resumed(runs, tmp_path):
     for phase, curve in zip(PHASES, repeated, strict=True):
         out = tmp_path / phase
         assert curve == losses(runs / phase) and sorted(curve) == [0, 1, 2, 3]
-        assert steps_saved(runs / phase) == steps_saved(out) == ["step-00000002", "step-00000004"]
+        assert list_steps(runs / phase) == list_steps(out) == ["step-00000002", "step-00000004"]
         assert [path.name for path in (out / "checkpoints").glob(".newer-*")] == [".newer-step-00000004"]
+        (before,) = out.glob("metrics-before-*.jsonl")
+        assert before.read_bytes() == (runs / phase / "metrics.jsonl").read_bytes()
 
 
 def test_a_second_torchrun_gets_a_new_directory(tmp_path):
@@ -207,19 +176,32 @@ def test_a_second_torchrun_gets_a_new_directory(tmp_path):
     (first,) = directories[0]
     (second,) = directories[1] - directories[0]
     assert directories[1] == directories[2] and first.name.startswith("nanoGPT-")
-    assert steps_saved(first) == ["step-00000002"] and steps_saved(second) == ["step-00000002", "step-00000003"]
+    assert list_steps(first) == ["step-00000002"] and list_steps(second) == ["step-00000002", "step-00000003"]
     assert json.loads((second / "env.json").read_text())["config"]["out_dir"] == f"out/{second.name}"
 
 
 def test_a_run_saves_every_few_minutes(tmp_path):
     """With --save_every_minutes, a run also saves between evaluations, and resumes there with the same losses."""
-    fields = {"max_iters": 6, "eval_interval": 6, "eval_iters": 1}
+    fields = {"max_iters": 6, "eval_interval": 6}
     plain = tiny("phase3_fsdp", tmp_path / "plain", **fields)
     timed = tiny("phase3_fsdp", tmp_path / "timed", save_every_minutes=1e-9, keep_checkpoints=12, **fields)
     curves = train_all(2, [("phase3_fsdp", timed), ("phase3_fsdp", plain)])
-    assert curves[0] == curves[1] and steps_saved(tmp_path / "plain") == ["step-00000006"]
-    names = steps_saved(tmp_path / "timed")  # the ranks ask each other after the first step, then less often
+    assert curves[0] == curves[1] and list_steps(tmp_path / "plain") == ["step-00000006"]
+    names = list_steps(tmp_path / "timed")  # the ranks ask each other after the first step, then less often
     assert names[0] == "step-00000001" and names[-1] == "step-00000006" and len(names) > 2
     shutil.rmtree(tmp_path / "timed" / "checkpoints" / names[-1])
     (tmp_path / "timed" / "checkpoints" / "LATEST").write_text(names[-2] + "\n")
     assert train("phase3_fsdp", 2, dataclasses.replace(timed, init_from="resume")) == curves[0]
+
+
+def test_flags_of_other_trainers_are_explained(tmp_path):
+    """A flag of another trainer is refused, also in a config file. The flags that the answer names exist."""
+    known = field_names(add_flags(FsdpConfig, find_default_observers()))
+    for name, answer in FsdpConfig.FOREIGN_FLAGS.items():
+        assert name not in known and set(re.findall(r"--(\w+)", answer)) <= {*known}
+        (tmp_path / "theirs.py").write_text(f"{name} = 'nccl'\n")
+        for words in ([f"--{name}=x"], [str(tmp_path / "theirs.py")]):
+            with pytest.raises(ConfigError, match=f"{name}.* not a flag of this trainer: "):
+                parse(FsdpConfig, words, TRAINER)
+    with pytest.raises(ConfigError, match="unknown flag --wdd; --help lists"):
+        parse(FsdpConfig, ["--wdd=1"], TRAINER)

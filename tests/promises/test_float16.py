@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from nanoGPT.errors import NonFiniteLoss, check_finite
 from nanoGPT.optim import LossScaler
 from nanoGPT.train_config import TrainConfig
+from operate.run_files import read_json_lines
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import gap, read_metric, tiny, train, train_all
 from workshop.ranks import run_on_ranks
@@ -36,7 +37,7 @@ def test_float16_trains_and_resumes(kind, tmp_path, device, need_ranks):
     """
     need_ranks(2)
     phase, options = KINDS[kind]
-    shape = {"device": device, "max_iters": 4, "lr_decay_iters": 4, "eval_interval": 100, "eval_iters": 1, **options}
+    shape = {"device": device, "max_iters": 4, "lr_decay_iters": 4, "eval_interval": 100, **options}
     shape |= {"gradient_accumulation_steps": 4, "batch_size": 1}
     configs = [tiny(phase, tmp_path / dtype, dtype=dtype, **shape) for dtype in ("float16", "float32")]
     configs += [tiny(phase, tmp_path / "cut", dtype="float16", **{**shape, "max_iters": 2})]
@@ -54,7 +55,7 @@ def test_float16_has_one_curve(tmp_path, device, need_ranks):
     """In float16, the losses on 1, 2 and 4 ranks differ by at most 2e-3."""
     need_ranks(4)
     options = {"device": device, "dtype": "float16", "max_iters": 3, "eval_interval": 3}
-    options |= {"gradient_accumulation_steps": 4, "eval_iters": 1}
+    options |= {"gradient_accumulation_steps": 4}
     phases = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
     curves_by_ranks = [
         train_all(ranks, [(phase, tiny(phase, tmp_path / f"{phase} {ranks}", **options)) for phase in phases])
@@ -104,12 +105,12 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(kind, tmp_path, device, n
     """If a gradient of one rank overflows, all ranks skip the step and halve the scale, and training continues."""
     need_ranks(2)
     phase, options = KINDS[kind]
-    fields = {"device": device, "dtype": "float16", "max_iters": 3, "eval_interval": 3, "eval_iters": 1, **options}
+    fields = {"device": device, "dtype": "float16", "max_iters": 3, "eval_interval": 3, **options}
     config = tiny(phase, tmp_path, gradient_accumulation_steps=4, batch_size=1, **fields)
     steps = run_on_ranks(overflow_on_rank_1, 2, phase, config, show=False, device=device)
     full, half = 2.0**16, 2.0**15
     assert steps == [[(True, full), (False, half), (True, half)]] * 2
-    norms = [json.loads(line)["grad_norm"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    norms = [line["grad_norm"] for line in read_json_lines(tmp_path / "metrics.jsonl")]
     assert [norm is None for norm in norms] == [False, True, False, True]  # the last line is of the evaluation
 
 

@@ -1,13 +1,11 @@
 """Hangs: the rank that causes a hang is named, all ranks write their stacks and exit, and slow work is not a hang."""
 
-import gc
 import json
 import os
 import signal
 import socket
 import threading
 import time
-import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,15 +171,6 @@ def test_a_rank_that_reads_a_value_from_the_device_is_recognized():
     assert answers == [False]
 
 
-def test_a_rank_that_makes_progress_reads_no_heartbeats(tmp_path):
-    """Only a rank that makes no progress reads the heartbeats of other ranks, so a healthy job reads none."""
-    job = SimulatedJob(tmp_path, 3)
-    for step in range(20):
-        job.advance(1, {0: {"step": step}, 1: {}, 2: {}})
-    assert list(job.detector.statuses) == [0]
-    assert job.advance(13, {0: {"step": 19}, 1: {}, 2: {}}) and len(job.detector.statuses) == 3
-
-
 def test_compiling_counts_as_progress(tmp_path):
     """While the main thread compiles, every heartbeat counts as progress. While a compiled model runs, none counts."""
     (tmp_path / "heartbeat").mkdir()
@@ -217,26 +206,6 @@ def test_compiling_counts_as_progress(tmp_path):
         == json.loads((tmp_path / "heartbeat" / "rank0.json").read_text())["progress_reports"]
         > 0
     )
-
-
-def test_inspecting_the_stacks_keeps_no_tensor_alive():
-    """A tensor of a function is freed as soon as the function returns, even if another thread inspected its frame."""
-
-    def inspect_while_a_tensor_exists():
-        tensor = torch.ones(4)
-        reference = weakref.ref(tensor)
-        thread = threading.Thread(target=inspect_threads)
-        thread.start()
-        thread.join()
-        inspect_threads()
-        return reference
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert inspect_while_a_tensor_exists()() is None
-    finally:
-        gc.enable()
 
 
 # A hang in C code that does not release Python's global interpreter lock: rank 1 waits for a mutex that it has already
@@ -286,7 +255,7 @@ def train_with_a_fault(phase: str, config, faulty: int, fault: str) -> None:
 def start_job(phase: str, ranks: int, faulty: int, fault: str, out: Path) -> list[Any]:
     """Start ranks that train, one of them with a fault. Return the process and the connection of each rank."""
     out.mkdir()
-    fields = {"n_layer": 1, "gradient_accumulation_steps": 12, "max_iters": 100, "eval_iters": 1}
+    fields = {"n_layer": 1, "gradient_accumulation_steps": 12, "max_iters": 100}
     config = tiny(phase, out, stall_seconds=STALL_SECONDS, **fields)
     return start_ranks(train_with_a_fault, ranks, phase, config, faulty, fault, folder=out)
 
@@ -334,7 +303,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
     not release the GIL (with the launcher).
     """
     (tmp_path / "sitecustomize.py").write_text(HANG_WITH_THE_GIL)
-    fields = {**LONG_RUN, "n_layer": 1, "eval_iters": 1, "stall_seconds": STALL_SECONDS, "out_dir": tmp_path / "locked"}
+    fields = {**LONG_RUN, "n_layer": 1, "stall_seconds": STALL_SECONDS, "out_dir": tmp_path / "locked"}
     words = [str(tmp_path / "sitecustomize.py"), "--gpus=2", "phase3_fsdp/train.py", *make_flags(**fields)]
     launcher = Program(*words, PYTHONPATH=str(tmp_path))
     try:

@@ -6,7 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,14 +22,13 @@ from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.job.start import check_run
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare import download
-from nanoGPT.prepare.directory import write_meta, write_tokens
 from nanoGPT.prepare.meta import make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, make_char_identity, make_json_identity
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.evaluate import EvaluateConfig
 from phase3_fsdp.fsdp import FsdpConfig
-from tests.helpers.checkpoints import make_directory, write_bytes
+from tests.helpers.checkpoints import make_directory, write_bytes, write_small_dataset
 from tests.helpers.programs import assert_refused, run_program
 from tests.helpers.training import ROOT, read_metric, tiny, train
 
@@ -42,7 +40,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories with the same weights: a run whose best checkpoint is not its newest, and two exports of it; and a
     dataset of other characters."""
     root = tmp_path_factory.mktemp("sources")
-    fields = {"max_iters": 6, "eval_interval": 2, "n_layer": 1, "learning_rate": 0.05, "gradient_accumulation_steps": 2}
+    fields = {
+        "max_iters": 6,
+        "eval_iters": 3,
+        "eval_interval": 2,
+        "n_layer": 1,
+        "learning_rate": 0.05,
+        "gradient_accumulation_steps": 2,
+    }
     train("nanoGPT", 1, tiny("nanoGPT", root / "run", **fields))
     for format in ("hf", "ckpt"):
         export.main(str(root / "run"), str(root / format), format)
@@ -51,12 +56,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (root / "hf without tokenizer").glob("tokenizer*"):
         file.unlink()
     (root / "zoo").mkdir()
-    splits = {name: [write_tokens(root / "zoo", f"{name}.bin", np.arange(400, dtype=np.uint16) % 3)] for name in SPLITS}
-    write_meta(root / "zoo", {}, make_char_identity("xyz"), splits)
+    write_small_dataset(root / "zoo")
     return root
 
 
-SPLITS = ("train", "val")
 KNOWN = ("run", "one checkpoint", "hf", "ckpt")
 
 
@@ -165,20 +168,6 @@ def test_a_checkpoint_is_chosen_in_one_way(sources, tmp_path):
         assert read_manifest(copy / f"checkpoints/step-{step:08d}")["best_step"] == expected
 
 
-def test_the_best_step_is_resumed(sources, tmp_path):
-    """A run with --resume_step=best continues after its best checkpoint, and repeats the steps after it exactly. The
-    metrics of the steps that it repeats are kept in another file."""
-    shutil.copytree(sources / "run", tmp_path / "run")
-    words = ["--init_from=resume", "--resume_step=best", f"--out_dir={tmp_path / 'run'}"]
-    outcome = run_program("nanoGPT/train.py", *words)
-    val_losses = read_metric(sources / "run", "val_loss")
-    best = min(val_losses, key=val_losses.__getitem__)
-    assert outcome.code == 0 and f"resuming after {best} updates" in outcome.output, outcome
-    assert read_metric(tmp_path / "run", "loss") == read_metric(sources / "run", "loss")
-    (before,) = (tmp_path / "run").glob("metrics-before-*.jsonl")
-    assert before.read_bytes() == (sources / "run/metrics.jsonl").read_bytes()
-
-
 def test_a_missing_vocabulary_of_gpt2_is_downloaded(tmp_path, monkeypatch):
     """On a machine where `make data` has not run, the vocabulary is downloaded, or the error is about that."""
     monkeypatch.setattr(download, "DOWNLOADS", tmp_path)
@@ -283,7 +272,7 @@ def test_export_keeps_added_rows(tmp_path, capsys):
         shape = GPTConfig(1, 1, 4, 16, True, rows)
         (tmp_path / str(rows)).mkdir()
         write_hf(tmp_path / str(rows), shape, dict(GPT(shape).named_parameters()), rows)
-        fields = {"init_from": str(tmp_path / str(rows)), "dataset": "shakespeare", "max_iters": 1, "eval_iters": 1}
+        fields = {"init_from": str(tmp_path / str(rows)), "dataset": "shakespeare", "max_iters": 1}
         train("nanoGPT", 1, tiny("nanoGPT", tmp_path / f"run{rows}", gradient_accumulation_steps=1, **fields))
         export.main(str(tmp_path / f"run{rows}"), str(tmp_path / f"to{rows}"))
         config = json.loads((tmp_path / f"to{rows}" / "config.json").read_text())

@@ -60,7 +60,7 @@ def test_a_job_trains_and_writes_a_sample(tmp_path, monkeypatch):
     """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    fields = {"max_iters": 6, "n_layer": 1, "gradient_accumulation_steps": 4, "eval_iters": 1}
+    fields = {"max_iters": 6, "n_layer": 1, "gradient_accumulation_steps": 4}
     process = launch(tmp_path, 4, **fields)
     output, _ = process.communicate()
     assert process.returncode == 0, output
@@ -88,7 +88,7 @@ def test_a_signal_saves_and_resumes(tmp_path):
 
     The resumed run has exactly the losses of an uninterrupted run.
     """
-    fields = {**LONG_RUN, "max_iters": 300, "n_layer": 1, "gradient_accumulation_steps": 2, "eval_iters": 1}
+    fields = {**LONG_RUN, "max_iters": 300, "n_layer": 1, "gradient_accumulation_steps": 2}
     words = ["--gpus=2", "phase3_fsdp/train.py", *make_flags(**{**fields, "out_dir": tmp_path / "cut"})]
     process = Program("tests.helpers.slow_steps", "operate.launch", *words)
     await_steps(tmp_path / "cut", 3, process)
@@ -186,7 +186,7 @@ def start_torchrun(phase: str, out: Path, *options: str, **fields) -> Program:
 
 def test_a_run_continues_after_torchrun_restarts_it(tmp_path):
     """After SIGKILL of a rank, torchrun with `--max-restarts=1` resumes from the checkpoint, with the same losses."""
-    fields = {"max_iters": 9, "eval_interval": 4, "n_layer": 1, "gradient_accumulation_steps": 2, "eval_iters": 1}
+    fields = {"max_iters": 9, "eval_interval": 4, "n_layer": 1, "gradient_accumulation_steps": 2}
     process = start_torchrun("phase3_fsdp", tmp_path / "cut", "--max-restarts=1", **fields)
     wait_until(lambda: process.poll() is not None or list((tmp_path / "cut" / "checkpoints").glob("step-*")))
     assert process.poll() is None, process.output()

@@ -1,6 +1,5 @@
 """`--observers`: modules of a user observe a run and stop it, and a run without the shell has the same losses."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.observers import Observer, Observers, find_default_observers
 from nanoGPT.train_config import TrainConfig, validate
+from operate.run_files import read_json_lines
 from tests.helpers.programs import make_flags, run_program
 from tests.helpers.training import ROOT, TINY, tiny, train
 from workshop.ranks import losses, run_on_ranks
@@ -44,7 +44,7 @@ def test_the_examples_of_the_guide_work(modules):
     fields = {"max_iters": 2000, "eval_interval": 1, "learning_rate": 1e-9, "min_lr": 1e-9, "weight_decay": 0.0}
     names = ",".join(EXAMPLES)
     output = launch(2, out_dir=modules / "run", observers=names, second_interval=2, **fields)
-    lines = [json.loads(line) for line in (modules / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(modules / "run" / "metrics.jsonl")
     rows = (modules / "run" / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == [str(line["step"]) for line in lines if line["loss"] is not None]
     for line in [line for line in lines if "norm/lm_head.weight" in line or "grad_norm/lm_head.weight" in line]:

@@ -24,7 +24,7 @@ from tests.helpers.training import call_train, call_train_all, gap, read_metric,
 from workshop.ranks import RankFailed, losses, run_on_ranks
 
 PHASES = ["nanoGPT", "phase1_zero1", "phase3_fsdp"]
-STEPS = {"max_iters": 4, "lr_decay_iters": 8, "eval_interval": 8, "eval_iters": 1}
+STEPS = {"max_iters": 4, "lr_decay_iters": 8, "eval_interval": 8}
 Runs = Callable[[int], Path]
 
 
@@ -41,14 +41,21 @@ def list_cells(ranks: int, folder: Path, device: str) -> list[tuple[str, TrainCo
     """Return the configurations that the tests of this file need on this number of ranks, each with its phase."""
     full_steps, cut_steps = count_steps(ranks)
     fp32 = {**STEPS, "max_iters": full_steps, "device": device, "dtype": "float32", "compile": False}
-    bf16 = {"device": device, "dtype": "bfloat16", "max_iters": 4, "eval_iters": 1, "gradient_accumulation_steps": 4}
+    bf16 = {"device": device, "dtype": "bfloat16", "max_iters": 4, "gradient_accumulation_steps": 4}
     cells = [(phase, tiny(phase, folder / phase, **fp32)) for phase in PHASES]
     if ranks <= 2:
         cells += [(phase, tiny(phase, folder / f"{phase} bfloat16", **bf16)) for phase in PHASES]
     if ranks in (2, 4):
         cells += [(phase, tiny(phase, folder / f"{phase} cut", **{**fp32, "max_iters": cut_steps})) for phase in PHASES]
     if ranks == 2:
-        validated = {"device": device, "dtype": "float32", "compile": False, "max_iters": 1, "dropout": 0.5}
+        validated = {
+            "eval_iters": 3,
+            "device": device,
+            "dtype": "float32",
+            "compile": False,
+            "max_iters": 1,
+            "dropout": 0.5,
+        }
         cells += [(phase, tiny(phase, folder / f"{phase} validated", **validated)) for phase in PHASES]
     few_rows = {**fp32, "block_size": 3, "max_iters": 3}
     if ranks == 1:
@@ -115,7 +122,13 @@ def test_only_better_models_and_the_last_one_are_saved(phase, tmp_path):
 
     The last step is always saved. Each checkpoint contains the lowest loss so far.
     """
-    fields = {"always_save_checkpoint": False, "eval_interval": 1, "learning_rate": 0.1, "warmup_iters": 0}
+    fields = {
+        "always_save_checkpoint": False,
+        "eval_iters": 3,
+        "eval_interval": 1,
+        "learning_rate": 0.1,
+        "warmup_iters": 0,
+    }
     fields |= {"keep_checkpoints": 50, "lr_decay_iters": 100, "gradient_accumulation_steps": 2}
     train(phase, 1, tiny(phase, tmp_path, max_iters=6, **fields))
     train(phase, 1, tiny(phase, tmp_path, init_from="resume", max_iters=12, **fields))
@@ -226,13 +239,15 @@ def train_with_simdlen(simdlen: int | None, cells: list[tuple[str, TrainConfig]]
         call_train_all(cells)
 
 
-@pytest.mark.parametrize(("phase", "simdlen"), [("nanoGPT", 1), *mark_slow(*((phase, None) for phase in PHASES))])
+@pytest.mark.parametrize(
+    ("phase", "simdlen"), [("nanoGPT", 1), *mark_slow(*((phase, None) for phase in (*PHASES, "phase2_triton")))]
+)
 def test_compiled_equals_eager(phase, simdlen, tmp_path, device):
     """Without dropout, the losses of the compiled and the eager model on one rank differ by at most 1e-5.
 
     Slow tests compile with vector instructions, as the trainers do.
     """
-    fields = {"n_layer": 1, "dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 3, "eval_iters": 1}
+    fields = {"n_layer": 1, "dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 3}
     fields |= {"device": device, "dtype": "float32"}
     cells = [(phase, tiny(phase, tmp_path / str(value), **fields, compile=value)) for value in (False, True)]
     run_on_ranks(train_with_simdlen, 1, simdlen, cells, show=False, device=device)
@@ -252,7 +267,7 @@ def test_sharded_phases_compile_three_graphs(phase, tmp_path):
 
     The evaluation has another graph of each. The losses are those of the eager model.
     """
-    fields = {"dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 3, "eval_iters": 1}
+    fields = {"dropout": 0.0, "gradient_accumulation_steps": 2, "max_iters": 3}
     eager, compiled = (tiny(phase, tmp_path / str(value), **fields, compile=value) for value in (False, True))
     assert run_on_ranks(count_graphs, 2, phase, compiled, show=False) == [(6, 0)] * 2
     assert gap(train(phase, 2, eager), losses(compiled.out_dir)) <= 1e-5

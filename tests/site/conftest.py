@@ -71,9 +71,3 @@ def page(window):
     window.emulate_media(color_scheme="light")
     window.mouse.move(0, 0)
     return window
-
-
-@pytest.fixture(scope="session")
-def page_without_scripts(browser):
-    """Return a page that runs no scripts."""
-    return browser.new_context(java_script_enabled=False).new_page()

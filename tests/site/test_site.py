@@ -96,10 +96,8 @@ def test_pages_fit_the_screen(site, page, folder):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, path.name
 
 
-def test_the_cheat_sheet_shows_its_equations(site, page_without_scripts):
+def test_the_cheat_sheet_shows_its_equations(site, page):
     """The browser draws equations without scripts."""
-    page = page_without_scripts
-    page.set_viewport_size({"width": 1280, "height": 720})
     page.goto((site / "docs" / "cheat_sheet.html").as_uri())
     heights = page.locator("math:has(mfrac)").evaluate_all("(all) => all.map((each) => each.clientHeight)")
     assert len(heights) == 3 and min(heights) > 10 and "$" not in page.locator("#formulas").inner_text()

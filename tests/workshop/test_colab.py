@@ -33,22 +33,6 @@ def list_extra_modules() -> list[str]:
     return sorted(module for module, owners in modules.items() if set(owners) & names and not set(owners) & core)
 
 
-def test_the_commands_for_colab_install_the_clone_and_prepare_all_data():
-    """The commands clone, enter the clone, install it, and prepare every dataset that `make data` prepares.
-
-    They use no shell variable, because IPython replaces `$name` by a variable of the notebook.
-    """
-    text = (ROOT / "notebooks" / "00_start_here.py").read_text()
-    commands = re.findall(r"^# ([!%][a-z].*)$", text, re.MULTILINE)
-    clone, enter, install, *prepare = commands
-    assert clone.startswith("!git clone") and clone.endswith(" /content/course")
-    assert enter == "%cd /content/course" and install == "%pip install -e ." and "$" not in "".join(commands)
-    datasets = re.search(r"foreach name,(.*?) \$\(DATASETS\)", (ROOT / "Makefile").read_text())
-    assert datasets is not None
-    assert prepare == [f"!python nanoGPT/data/{name}/prepare.py" for name in datasets[1].split()]
-    assert all((ROOT / command.removeprefix("!python ")).is_file() for command in prepare)
-
-
 @pytest.mark.slow
 @pytest.mark.heavy
 def test_the_notebooks_import_only_what_pip_installs():

@@ -34,7 +34,6 @@ TORCHRUN = ["torch.distributed.run", "--standalone"]
 FIELDS = {**TINY, "max_iters": 2, "eval_interval": 2}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["phase2", *mark_slow("baseline", "phase1", "phase3")])
 def test_a_copied_phase_trains_alone(name, tmp_path):
     """Without this package, a copied phase trains with the same losses as the original. Phase 3 trains on 2 ranks.

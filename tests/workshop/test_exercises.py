@@ -14,7 +14,7 @@ from workshop.exercises import checking
 from workshop.exercises.checking import check_file
 from workshop.exercises.document import DOCUMENT, render_document
 from workshop.exercises.proving import prove_exercise
-from workshop.exercises.registry import CHAPTERS, EXERCISES, find_exercise
+from workshop.exercises.registry import EXERCISES, find_exercise
 from workshop.exercises.stubs import STUB, apply_mistake, find_hint_line, find_target, render_code, render_file
 
 # One of each kind; `make exercises` proves all. The others run with `make test ARGS='-m slow'`.
@@ -46,7 +46,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", NAMES)
 def test_an_exercise_is_proved(name):
     """The solution passes, the learner's file fails, and each typical wrong answer fails with its explanation."""
@@ -61,7 +60,6 @@ def test_a_stub_is_the_shipped_code_without_its_solution(name):
     text, line = render_file(exercise), find_hint_line(exercise)
     compile(text, name, "exec")
     assert exercise.title in text and f"make check N={name}" in text
-    assert 2 <= exercise.minutes <= 40 and len(exercise.mistakes) >= 2
     for target in map(find_target, exercise.targets):
         signature = next(each for each in target.code.splitlines() if each.startswith(("def ", "class ")))
         assert signature in text
@@ -69,17 +67,8 @@ def test_a_stub_is_the_shipped_code_without_its_solution(name):
         assert STUB in text and line not in text
     solution = render_code(exercise, is_stub=False)
     assert all(apply_mistake(solution, each) != solution for each in exercise.mistakes)
-    assert all(each.explanation for each in exercise.mistakes)
 
 
-def test_there_are_exercises_for_every_chapter():
-    """Every chapter has exercises, there are at least 30, and the capstone plants four faults."""
-    assert all(CHAPTERS.values()) and len(EXERCISES) >= 30
-    assert all(each.chapter == chapter for chapter, exercises in CHAPTERS.items() for each in exercises)
-    assert len(find_exercise("capstone").mistakes) == 4
-
-
-@pytest.mark.ranks
 def test_the_commands_of_a_learner(work, capsys):
     """A learner gets a file, which is never overwritten, checks it, gets hints, and solves the exercise."""
     assert program.main(["exercise", "--name=zero1.2"]) == 0
@@ -123,7 +112,6 @@ def check_text(name: str, text: str, tmp_path: Path, limit: float | None = None)
     return verdict.explanation
 
 
-@pytest.mark.ranks
 def test_a_hang_ends_in_seconds_and_names_the_line(tmp_path, monkeypatch):
     """If all ranks send first, the check ends after the time limit, and names the line in which each rank waits."""
     exercise = find_exercise("collectives.1")
@@ -137,7 +125,6 @@ def test_a_hang_ends_in_seconds_and_names_the_line(tmp_path, monkeypatch):
     assert "`dist.send(chunks[outgoing], (rank + 1) % ranks)`" in explanation
 
 
-@pytest.mark.ranks
 def test_an_exception_names_the_learners_line(tmp_path):
     """An exception, a syntax error, a missing function and a kernel's error are explained with the learner's line."""
     solution = render_code(find_exercise("zero1.2"), is_stub=False)
@@ -151,7 +138,6 @@ def test_an_exception_names_the_learners_line(tmp_path):
     assert "triton_2.py" in check_text("triton.2", kernel, tmp_path)
 
 
-@pytest.mark.ranks
 def test_other_right_answers_pass(tmp_path):
     """A check tests behavior and not text: non-reentrant checkpointing also fixes the last fault of the capstone."""
     exercise = find_exercise("capstone")
