@@ -1,4 +1,4 @@
-"""Measure a run: the ledger of one step, and diagnostics of memory, norms and parameters.
+"""Measure a run: its MFU, the ledger of one step, and diagnostics of memory, norms and parameters.
 
 Before the first step, rank 0 also prints how the model is sharded, if the trainer's formulas describe it.
 """
@@ -7,16 +7,18 @@ import contextlib
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from measure.diagnostics import Diagnostics
 from measure.ledger import Ledger
+from measure.mfu import compute_mfu
 from nanoGPT import costs, observers
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import package_of
+from nanoGPT.model import GPT, ModelConfig
 
 
 @dataclass
@@ -42,10 +44,11 @@ class Observer(observers.Observer):
         self.ledger: Ledger | None = None
         self.diagnostics: Diagnostics | None = None
         self.step_contexts = contextlib.ExitStack()
+        self.shape: ModelConfig | None = None
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Print how the model is sharded, and prepare the measurements."""
-        formulas = find_formulas(type(self.config))
+        self.shape, formulas = cast(GPT, model).config, find_formulas(type(self.config))
         if hasattr(formulas, "describe_sharding"):
             self.run.print0(formulas.describe_sharding(model, self.config, self.run))
         if self.flags.ledger:  # the ledger measures the third step of a run
@@ -65,6 +68,11 @@ class Observer(observers.Observer):
         self.step_contexts.close()
         if self.diagnostics:
             self.diagnostics.record(step, loss_sum, grad_norm)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Add the MFU."""
+        if self.shape and line["tokens_per_second"]:
+            line["mfu"] = compute_mfu(line["tokens_per_second"], self.shape, self.run)
 
     def end(self, error: BaseException | None) -> None:
         """Stop measuring a step that has failed."""

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from measure.mfu import PEAK_FLOPS
 from measure.tracker import tensors_in
 from nanoGPT.costs import ring_bytes
-from nanoGPT.distributed.environment import PEAK_FLOPS
 from phase2_triton.kernels import attention, linear_cross_entropy
 from phase3_fsdp import muon
 

@@ -1,9 +1,8 @@
-"""The environment of a process: torchrun's variables, versions, the hardware and its peak FLOP/s, and the commit."""
+"""The environment of a process: torchrun's variables, versions, the hardware, and the commit."""
 
 import contextlib
 import os
 import platform
-import re
 import resource
 import subprocess
 import sys
@@ -95,38 +94,6 @@ def collect_versions() -> dict[str, str]:
 
 
 # ---- hardware
-
-# Peak FLOP/s of dense bfloat16 (T4 and V100: float16), without sparsity, from the data sheets of the manufacturers.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165e12,
-    "V100-PCIE": 112e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-
-
-def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a device for products of this dtype; None if the device is not in the table."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    name = torch.cuda.get_device_name(device)
-    if " MIG " in name:  # a part of a GPU
-        return None
-    slower_variants = "(?! (Laptop|D\\b))"  # parts with the same name, but another peak
-    return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b{slower_variants}", name)), None)
 
 
 def read_peak_memory(device: torch.device) -> int:

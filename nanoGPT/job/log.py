@@ -23,7 +23,6 @@ from tqdm import tqdm
 from nanoGPT.distributed.environment import (
     collect_versions,
     describe_hardware,
-    find_peak_flops,
     read_environment,
     read_git_commit,
     read_gpu_driver,
@@ -101,7 +100,6 @@ class Log(Observer):
         super().__init__(config)
         self.run, self.out_dir, self.model_args = run, Path(config.out_dir), model_args
         self.tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-        self.peak_flops = find_peak_flops(run.device, run.dtype)
         self.first_step = self.next_step = first_step
         self.clock, self.step_seconds, self.is_timed = time.perf_counter(), 0.0, False
         self.tokens_before = run.call_on_rank0(self._open_files)
@@ -176,9 +174,6 @@ class Log(Observer):
         self.next_step, self.step_seconds = step + 1, 0.0
         has_trained = loss is not None
         rate = self.tokens_per_step * steps / seconds if has_trained else None
-        mfu = None
-        if rate and self.peak_flops:
-            mfu = rate * self.model_args.flops_per_token() / self.run.world_size / self.peak_flops
         line = {
             "step": step,
             "loss": loss,
@@ -187,7 +182,7 @@ class Log(Observer):
             "tokens": self.tokens_before + (step + has_trained - self.first_step) * self.tokens_per_step,
             "tokens_per_second": rate,
             "step_ms": 1000 * seconds / steps if has_trained else None,
-            "mfu": mfu,
+            "mfu": None,  # the observer `measure` computes it
             "peak_memory_bytes": read_peak_memory(self.run.device),
             "val_loss": val_loss,
         }

@@ -7,7 +7,11 @@ from bench.kernels import tune
 from bench.kernels.cases import CASE_BUILDERS, build_cases
 from bench.kernels.kernels import Stopwatch, measure
 from bench.tables import tables
-from nanoGPT.distributed.environment import find_peak_flops
+from measure.mfu import find_peak_flops
+from measure.observer import Observer
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.model import GPTConfig
+from nanoGPT.train_config import TrainConfig
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import ROOT
 
@@ -34,6 +38,13 @@ def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
         assert get_peak_flops(name) is None
     assert get_peak_flops("NVIDIA H200", torch.float32) is None
     assert find_peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    shape, run = GPTConfig(1, 1, 8, 8, False, 16), Runtime(0, 0, 2, 2, torch.device("cuda", 0), torch.bfloat16)
+    get_peak_flops("NVIDIA H100 80GB HBM3")
+    line = {"tokens_per_second": 989e12 / shape.flops_per_token()}  # of two ranks together
+    observer = Observer(TrainConfig())
+    observer.shape, observer.run = shape, run
+    observer.log(line)
+    assert line["mfu"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("name", ["adamw", *mark_slow(*CASE_BUILDERS)])
