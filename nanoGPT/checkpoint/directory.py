@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from nanoGPT.checkpoint.manifest import (
 )
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, PeerFailed, SaveError, quote_cause
+from nanoGPT.errors import ConfigError, SaveError
 from nanoGPT.files import is_present, remove, size_of, unique_name
 from nanoGPT.train_config import StepChoice
 
@@ -71,14 +71,14 @@ class CheckpointDirectory:
         self.saved_or_resumed_steps: set[int] = set()
         self.last_save = time.monotonic()  # or the start of the run
         run.end_callbacks.append(self.drain)
-        self._run_on_main(lambda: self.root.mkdir(exist_ok=True))
+        self.run.call_on_rank0(lambda: self.root.mkdir(exist_ok=True))
         self._check_shared()
 
     def _check_shared(self) -> None:
         probe = self.root / self.run.gather(unique_name("shared"))[0]
-        self._run_on_main(probe.touch)
-        missing = [rank for rank, is_seen in enumerate(self._run_on_all(lambda: is_present(probe))) if not is_seen]
-        self._run_on_main(probe.unlink)
+        self.run.call_on_rank0(probe.touch)
+        missing = [rank for rank, is_seen in enumerate(self.run.call_on_all(lambda: is_present(probe))) if not is_seen]
+        self.run.call_on_rank0(probe.unlink)
         if missing:
             raise ConfigError(
                 f"ranks {missing} do not see the file that rank 0 wrote into {self.root}: "
@@ -104,7 +104,7 @@ class CheckpointDirectory:
 
     def _set_damaged_aside(self, path: Path, reason: str) -> None:
         """Rename a damaged checkpoint, so that its step can be saved again. Collective."""
-        self._run_on_main(lambda: self._set_aside(path, ".bad", f"skipping {path.name}: {reason}"))
+        self.run.call_on_rank0(lambda: self._set_aside(path, ".bad", f"skipping {path.name}: {reason}"))
 
     def _set_aside(self, path: Path, prefix: str, reason: str) -> None:
         """Rename a checkpoint that this run does not use, and print the reason."""
@@ -153,11 +153,13 @@ class CheckpointDirectory:
         self.drain()
         self.last_save = time.monotonic()
         final = self.root / f"step-{step:08d}"
-        is_saved = self._run_on_all(lambda: self.run.is_main and self._prepare_save(step, final, fields), final)[0]
+        with self._raise_save_error(final):
+            is_saved = self.run.call_on_rank0(lambda: self._prepare_save(step, final, fields))
         self.chosen_step = math.inf
         self.saved_or_resumed_steps.add(step)
         if copy and not is_saved:
-            self._run_on_all(copy, self.root / f".tmp-{final.name}")
+            with self._raise_save_error(final):
+                self.run.call_on_all(copy)
             self.pending_save = self.save_executor.submit(self._save, final, step, write, fields)
         elif not is_saved:
             self._save(final, step, write, fields)
@@ -205,21 +207,42 @@ class CheckpointDirectory:
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)  # another thread would use GPU 0, and create a context on it
         temporary = self.root / f".tmp-{final.name}"
-        self._run_on_main(lambda: self._create_temporary(temporary), temporary)
         new_files = NewFiles(temporary, self.run.group, self.run.report_progress)
 
         def write_files() -> list[dict[str, Any]]:
             write(new_files)
             return new_files.records()
 
-        records = self._run_on_all(write_files, temporary)
-        files = sorted((file for each in records for file in each), key=lambda file: file["name"])
-        manifest = {**fields, "step": step, "files": files, "versions": collect_versions()}
-        manifest |= {"run": self.run.token, "world_size": self.run.world_size, "saved_at": time.time()}
-        self._run_on_main(lambda: self._publish(temporary, final, self._add_best_step(manifest)), temporary)
+        with self._raise_save_error(final, temporary):
+            self.run.call_on_rank0(lambda: self._create_temporary(temporary))
+            records = self.run.call_on_all(write_files)
+            files = sorted((file for each in records for file in each), key=lambda file: file["name"])
+            manifest = {**fields, "step": step, "files": files, "versions": collect_versions()}
+            manifest |= {"run": self.run.token, "world_size": self.run.world_size, "saved_at": time.time()}
+            self.run.call_on_rank0(lambda: self._publish(temporary, final, self._add_best_step(manifest)))
         self.run.print0(f"saved {final}")
         if self.run.is_main:
             self._delete_old()
+
+    @contextlib.contextmanager
+    def _raise_save_error(self, final: Path, temporary: Path | None = None) -> Iterator[None]:
+        """Raise the ConfigError of a part of a save as a SaveError.
+
+        Args:
+            final: the checkpoint.
+            temporary: the directory that this part writes, to be deleted after a failure.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            # torch's writer reports a full disk as a RuntimeError.
+            is_full = self.root.exists() and shutil.disk_usage(self.root).free < 1 << 20
+            reason = f"the disk of {self.root} is full: free some space" if is_full else error
+            if temporary and self.run.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise SaveError(
+                f"{final.name} was not saved: {reason}; earlier checkpoints are unchanged, resume from them"
+            ) from None
 
     def _create_temporary(self, temporary: Path) -> None:
         """Create the directory of a save, and delete those of earlier saves that were killed."""
@@ -268,53 +291,3 @@ class CheckpointDirectory:
                 if not is_best and (not self.run.lock or self.run.lock.is_ours()):
                     # A kill during the deletion must not leave an incomplete `step-*` directory.
                     remove(path.rename(self.root / f".tmp-old-{path.name}"))
-
-    def _run_on_main(self, task: Callable[[], Any], save_path: Path | None = None) -> None:
-        """Run a task on rank 0; if it fails, raise on all ranks."""
-        self._run_on_all(lambda: task() if self.run.is_main else None, save_path)
-
-    def _run_on_all(self, task: Callable[[], Any], save_path: Path | None = None) -> list[Any]:
-        """Run a task on every rank; if it fails on any rank, raise on all.
-
-        Args:
-            task: returns a small picklable value.
-            save_path: in a save, the directory that it writes. A temporary directory is deleted after a failure.
-
-        Returns:
-            The result of each rank, in rank order.
-
-        Raises:
-            SaveError: the task failed in a save.
-            ConfigError: the task failed elsewhere.
-        """
-        result, failure = None, None
-        try:
-            result = task()
-        except PeerFailed:
-            pass
-        except Exception as error:
-            failure = describe_failure(error, self.root)
-        outcomes = self.run.gather((result, failure))
-        failures = [(rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason]
-        if failures:
-            rank, reason = failures[0]
-            if save_path is None:
-                raise ConfigError(reason)
-            if self.run.is_main and save_path.name.startswith(".tmp-"):
-                shutil.rmtree(save_path, ignore_errors=True)
-            name = save_path.name.removeprefix(".tmp-")
-            raise SaveError(
-                f"{name} was not saved: rank {rank}: {reason}; earlier checkpoints are unchanged, resume from them"
-            )
-        return [result for result, _ in outcomes]
-
-
-def describe_failure(error: Exception, folder: Path) -> str:
-    """Return why a read or a write below `folder` failed. torch's writer reports a full disk as a RuntimeError."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    if folder.exists() and shutil.disk_usage(folder).free < 1 << 20:
-        return f"the disk of {folder} is full: free some space"
-    return (
-        f"{folder} cannot be used ({type(error).__name__}: {quote_cause(error)}): fix this, or choose another --out_dir"
-    )

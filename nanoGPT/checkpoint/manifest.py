@@ -159,18 +159,15 @@ def find_damage(path: Path, run: Runtime | None = None) -> str:
     Raises:
         ConfigError: a file could not be read. All ranks raise it.
     """
-    damage = failure = ""
-    try:
-        verify_files(path, read_manifest(path), *((run.rank, run.world_size) if run else ()))
-    except DamagedCheckpoint as error:
-        damage = str(error)
-    except ConfigError as error:
-        failure = str(error)
-    outcomes = run.gather((damage, failure)) if run else [(damage, failure)]
-    damages, failures = zip(*outcomes, strict=True)
-    if any(failures):
-        raise ConfigError(next(filter(None, failures)))
-    return next(filter(None, damages), "")
+
+    def verify() -> str:
+        try:
+            verify_files(path, read_manifest(path), *((run.rank, run.world_size) if run else ()))
+        except DamagedCheckpoint as error:
+            return str(error)
+        return ""
+
+    return next(filter(None, run.call_on_all(verify)), "") if run else verify()
 
 
 def find_checkpoint(

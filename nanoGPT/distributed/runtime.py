@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.environment import RANK_VARIABLES, environment_number
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, PeerFailed, quote_cause
 from nanoGPT.observers import Observers
 
 T = TypeVar("T")
@@ -164,23 +164,30 @@ class Runtime:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def call_on_rank0(self, task: Callable[[], T]) -> T:
-        """Call a function on rank 0 and return its small picklable result on every rank. Collective.
+    def call_on_all(self, task: Callable[[], T]) -> list[T]:
+        """Call a function on every rank, and return its small picklable results in rank order. Collective.
 
         Raises:
-            ConfigError: the function raised it. Every rank raises the same error.
+            ConfigError: the function failed on a rank. Every rank raises the error of the first such rank.
         """
         result: Any = None
-        message = ""
-        if self.is_main:
-            try:
-                result = task()
-            except ConfigError as error:
-                message = str(error)
-        result, message = self.gather((result, message))[0]
-        if message:
-            raise ConfigError(message)
-        return result
+        failure = ""
+        try:
+            result = task()
+        except PeerFailed:
+            pass  # the rank that failed has the reason
+        except ConfigError as error:
+            failure = str(error)
+        except Exception as error:
+            failure = f"rank {self.rank}: {type(error).__name__}: {quote_cause(error)}"
+        results, failures = zip(*self.gather((result, failure)), strict=True)
+        if any(failures):
+            raise ConfigError(next(filter(None, failures)))
+        return list(results)
+
+    def call_on_rank0(self, task: Callable[[], T]) -> T:
+        """Call a function on rank 0 only, and return its result on every rank. Otherwise as `call_on_all`."""
+        return cast(T, self.call_on_all(lambda: task() if self.is_main else None)[0])
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""

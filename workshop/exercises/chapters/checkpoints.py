@@ -86,30 +86,22 @@ EXERCISES = [
     Exercise(
         name="checkpoints.4",
         title="Let all ranks fail together",
-        targets=("nanoGPT.checkpoint.directory:CheckpointDirectory._run_on_all",),
+        targets=("nanoGPT.distributed.runtime:Runtime.call_on_all",),
         task="""In a save, the disk of one rank may be full. If only this rank raises an error, the others wait for
-        it in the next collective. Run the task on every rank, exchange results and failures with self.run.gather,
-        and raise on all ranks if any rank failed. describe_failure(error, self.root) returns the reason as text; a
-        PeerFailed of this rank needs no reason, because another rank reports it.""",
+        it in the next collective. Call the task on every rank, exchange results and failures with self.gather, and
+        raise a ConfigError on all ranks if any rank failed. Its message names the rank; quote_cause(error) returns
+        the reason as text. A PeerFailed of this rank needs no reason, because another rank reports it.""",
         minutes=20,
         difficulty="medium",
         ranks=2,
         check=check_shared_errors,
         nudge="Every rank must reach the same collective, also the rank whose task failed.",
         idea="Catch the exception, gather (result, failure) of all ranks, then raise or return on every rank alike.",
-        line="outcomes =",
+        line="results, failures =",
         mistakes=(
-            plant_mistake(
-                "    except Exception as error:\n        failure = describe_failure(error, self.root)\n",
-                "    except PeerFailed as error:\n        failure = describe_failure(error, self.root)\n",
-                "exchange it with all ranks",
-            ),
-            plant_mistake(
-                "failures = [(rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason]",
-                "failures = [(self.run.rank, failure)] if failure else []",
-                "continues after the failure of rank 1",
-            ),
+            plant_mistake("except Exception as error:", "except ValueError as error:", "exchange it with all ranks"),
+            plant_mistake("if any(failures):", "if failure:", "continues after the failure of rank 1"),
         ),
-        on_hang="A rank that failed does not reach self.run.gather, and the others wait for it there.",
+        on_hang="A rank that failed does not reach self.gather, and the others wait for it there.",
     ),
 ]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nanoGPT.checkpoint import directory as directories
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.errors import SaveError
+from nanoGPT.errors import ConfigError
 from nanoGPT.files import sha256_of
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import shared_folder
@@ -211,28 +211,28 @@ def check_events(events: list[str], root: Path) -> None:
 
 
 def check_shared_errors(answer: ModuleType, _: Any) -> None:
-    with open_directory() as checkpoints:
-        results = checkpoints._run_on_all(lambda: dist.get_rank() * 10)
-        expect(results == [0, 10], f"The results of the ranks are {results} instead of [0, 10], on every rank.")
+    run = create_runtime("cpu", "float32")
+    results = run.call_on_all(lambda: dist.get_rank() * 10)
+    expect(results == [0, 10], f"The results of the ranks are {results} instead of [0, 10], on every rank.")
 
-        def fail_on_rank_1() -> None:
-            if dist.get_rank() == 1:
-                raise OSError(errno.ENOSPC, "No space left on device")
+    def fail_on_rank_1() -> None:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        message = ""
-        try:
-            checkpoints._run_on_all(fail_on_rank_1, checkpoints.root / ".tmp-step-00000007")
-        except SaveError as error:
-            message = str(error)
-        except OSError:
-            expect(
-                False,
-                "Rank 1 leaves with its own OSError, and rank 0 waits for it in the next collective. Catch the "
-                "error, exchange it with all ranks, and then raise a SaveError on every rank.",
-            )
+    message = ""
+    try:
+        run.call_on_all(fail_on_rank_1)
+    except ConfigError as error:
+        message = str(error)
+    except OSError:
         expect(
-            message != "",
-            f"Rank {dist.get_rank()} continues after the failure of rank 1. All ranks must raise SaveError, or the "
-            "others wait in the next collective.",
+            False,
+            "Rank 1 leaves with its own OSError, and rank 0 waits for it in the next collective. Catch the error, "
+            "exchange it with all ranks, and then raise a ConfigError on every rank.",
         )
-        expect("rank 1" in message, f"The message {message!r} does not name the rank that failed.")
+    expect(
+        message != "",
+        f"Rank {dist.get_rank()} continues after the failure of rank 1. All ranks must raise ConfigError, or the "
+        "others wait in the next collective.",
+    )
+    expect("rank 1" in message, f"The message {message!r} does not name the rank that failed.")
