@@ -19,7 +19,7 @@ from evaluation.settings import SolveConfig, validate
 from evaluation.tasks import select_problems, write_tasks
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.errors import ConfigError, is_out_of_memory
+from nanoGPT.errors import ConfigError, RunError
 from nanoGPT.job.program import command_line, report_errors, unbreakable_output
 from nanoGPT.job.start import listen_for_signals, report_job_errors
 from nanoGPT.observers import Flags
@@ -27,6 +27,7 @@ from nanoGPT.sample import choose_run
 from operate.agreement import check_agreement
 from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from operate.nodes import NodeConfig
+from operate.out_of_memory import is_out_of_memory
 from operate.restart import watch_launcher
 from operate.run_description import describe_starting_point, digest_code, find_version
 
@@ -41,13 +42,13 @@ def main(arguments: list[str]) -> None:
     """
     if "RANK" in os.environ:
         with unbreakable_output():
-            code = report_job_errors(lambda: solve(parse(arguments)), explain_memory, CONTINUE)
+            code = report_job_errors(lambda: solve_or_explain(parse(arguments)), CONTINUE)
         os._exit(code)  # do not wait for other threads, nor for the process group after a failure
     with report_errors():
         config = parse(arguments)
         ranks = config.gpus or (torch.cuda.device_count() if config.device in ("auto", "cuda") else 0) or 1
         if ranks == 1:
-            code = report_job_errors(lambda: solve(config), explain_memory, CONTINUE)
+            code = report_job_errors(lambda: solve_or_explain(config), CONTINUE)
         else:
             code = start_ranks(ranks, arguments)
     os._exit(code)
@@ -87,14 +88,22 @@ def start_ranks(ranks: int, arguments: list[str]) -> int:
             return code
 
 
-def explain_memory(error: BaseException) -> str | None:
-    """Return a sentence for an out-of-memory error."""
-    if not is_out_of_memory(error):
-        return None
-    return "out of memory: use a smaller --batch_size, more ranks, or --spread=offload"
-
-
 # ---- one rank
+
+
+def solve_or_explain(config: SolveConfig) -> int:
+    """Solve the problems on this rank. Return the exit code.
+
+    Raises:
+        RunError: the memory is not sufficient.
+    """
+    try:
+        return solve(config)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = "use a smaller --batch_size, more ranks, or --spread=offload"
+        raise RunError(f"out of memory: {remedy}", on_one_rank=True) from error
 
 
 def solve(config: SolveConfig) -> int:

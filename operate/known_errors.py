@@ -6,7 +6,7 @@ Every other error is an error of the program and is printed with its traceback.
 
 import re
 
-from nanoGPT.errors import error_messages, quote_cause
+from nanoGPT.errors import list_causes, quote_cause
 
 # A regular expression for the error's message, what is wrong, and what to do. The first row that matches is used.
 KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
@@ -87,6 +87,11 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         "remove that kernel from --kernels, or use --kernels=none",
     ),
 )
+
+
+def error_messages(error: BaseException) -> str:
+    """Return the messages of an error and of its causes, one per line."""
+    return "\n".join(map(str, list_causes(error)))
 
 
 def explain_known_error(error: BaseException) -> str | None:

@@ -22,8 +22,7 @@ from measure.memory_limits import check_memory
 from nanoGPT import observers
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, DivergedRanks, blames_peer
-from nanoGPT.job.start import OWN_ERRORS
+from nanoGPT.errors import ConfigError, DivergedRanks, RunError, blames_peer
 from operate.agreement import check_agreement
 from operate.credentials import check_credentials
 from operate.device_progress import DeviceProgress, watch_device
@@ -167,7 +166,7 @@ class Observer(observers.Observer):
                     write_collectives(self.out_dir, self.run.rank)
         if self.tracker:
             self.tracker.close()  # before the message, after which the launcher waits only EXIT_SECONDS
-        is_known = isinstance(error, (*OWN_ERRORS, SystemExit)) and not getattr(error, "on_one_rank", False)
+        is_known = isinstance(error, RunError | SystemExit) and not getattr(error, "on_one_rank", False)
         if self.heartbeat and error is not None and not is_known and not blames_peer(error):
             self.heartbeat.detector.report_lost_rank(self.run.rank)  # the other ranks do not have this error
         end_elastic_job(self.config, error)

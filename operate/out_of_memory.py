@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from measure.memory_limits import format_bytes, host_limits, process_bytes
 from measure.tracker import MemoryTracker
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import is_out_of_memory, quote_cause
+from nanoGPT.errors import list_causes, quote_cause
 from nanoGPT.train_config import TrainConfig
+from operate.known_errors import error_messages
 
 NAMES = {
     "parameters": "parameters",
@@ -38,6 +39,33 @@ SHARDING_FLAGS = {
 }
 GPU_FLAGS = {"fsdp_cpu_offload": True}
 MAX_FLAGS = 4
+# Out-of-memory messages of errors that are neither torch.OutOfMemoryError nor MemoryError. "Not initialized" is one of
+# them: it nearly always means that cuBLAS or cuDNN found no memory for its workspace.
+OUT_OF_MEMORY_MESSAGES = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "Cuda failure 2 ",
+    "Cuda failure 'out of memory'",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "MPS backend out of memory",
+    "can't allocate memory: you tried",
+    "not enough memory: you tried",
+    "unable to mmap memory: you tried",
+    "Cannot allocate memory",
+    "std::bad_alloc",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of Python, numpy, torch or a CUDA library means that memory ran out."""
+    text = error_messages(error)
+    has_class = any(isinstance(each, MemoryError | torch.OutOfMemoryError) for each in list_causes(error))
+    return has_class or any(message in text for message in OUT_OF_MEMORY_MESSAGES)
 
 
 class MemoryReport:

@@ -162,11 +162,10 @@ def end_elastic_job(config: TrainConfig, error: BaseException | None) -> None:
         return
     if error is None and not has_finished(config):
         raise SystemExit(UNFINISHED)
-    code = {ConfigError: 2, NonFiniteLoss: 3}.get(type(error))
-    if code:
+    if isinstance(error, ConfigError | NonFiniteLoss) and not isinstance(error, LostConnection):
         with contextlib.suppress(dist.DistError):
             store = dist.TCPStore(job[0], job[1], None, is_master=False, timeout=STORE_TIMEOUT)
-            store.set(f"{job[2]} {STOP_KEY}", f"{code} {error}")
+            store.set(f"{job[2]} {STOP_KEY}", f"{error.exit_code} {error}")
 
 
 def stop_with_launcher(launcher: int) -> None:

@@ -26,6 +26,7 @@ from bench.plan.speed import GPUS_PER_NODE, Gpu
 from bench.preflight.node import find_existing_parent
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import RunError
 from nanoGPT.files import unique_name
 from nanoGPT.job.parse import config_from_launcher
 from nanoGPT.job.start import report_job_errors, start
@@ -159,25 +160,30 @@ def run_checks(run: Runtime, out_dir: Path, bytes_per_save: int) -> list[Check]:
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 
 
-def explain_timeout(error: BaseException) -> str | None:
-    """Return a message if a collective timed out; None for another error."""
-    if "timed out" not in str(error).lower():
-        return None
-    remedy = "run with NCCL_DEBUG=INFO, and exclude one node at a time"
-    return f"a rank or the network did not answer a collective within {TIMEOUT.seconds} seconds: {remedy}"
-
-
 def main(phase: str, results: str, bytes_per_save: str, out_dir: str) -> int:
-    """Join the other ranks, run the checks, and write them on rank 0."""
+    """Join the other ranks, run the checks, and write them on rank 0.
+
+    Raises:
+        RunError: a collective timed out.
+    """
     config = config_from_launcher(load_config_class(phase))
     assert config, "this program needs a launcher: run `make preflight`"
-    with start(config, reads_only=True) as run:
-        dist.distributed_c10d._set_pg_timeout(TIMEOUT)
-        checks = run_checks(run, Path(out_dir), int(bytes_per_save))
-        if run.is_main:
-            Path(results).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
+    try:
+        with start(config, reads_only=True) as run:
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+            checks = run_checks(run, Path(out_dir), int(bytes_per_save))
+            if run.is_main:
+                Path(results).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
+    except Exception as error:
+        if isinstance(error, RunError) or "timed out" not in str(error).lower():
+            raise
+        raise RunError(
+            f"a rank or the network did not answer a collective within {TIMEOUT.seconds} seconds: run with "
+            "NCCL_DEBUG=INFO, and exclude one node at a time",
+            on_one_rank=True,
+        ) from error
     return 0
 
 
 if __name__ == "__main__":
-    os._exit(report_job_errors(lambda: main(*sys.argv[1:]), explain_timeout))
+    os._exit(report_job_errors(lambda: main(*sys.argv[1:])))

@@ -20,23 +20,13 @@ from nanoGPT.distributed.algorithms import Attention, choose_attention, use_algo
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import Runtime, create_runtime, pick_device, pick_dtype
-from nanoGPT.errors import (
-    ConfigError,
-    DivergedRanks,
-    ExplainedError,
-    NonFiniteLoss,
-    SaveError,
-    blames_peer,
-    did_you_mean,
-    report_failure,
-)
+from nanoGPT.errors import ConfigError, RunError, SaveError, blames_peer, did_you_mean, report_failure
 from nanoGPT.job.out_dir import choose_out_dir, enter_out_dir
 from nanoGPT.job.parse import config_from_launcher, package_of, parse
 from nanoGPT.job.program import unbreakable_output
 from nanoGPT.observers import Observers
 from nanoGPT.train_config import PRETRAINED, TrainConfig, validate
 
-OWN_ERRORS = (ConfigError, NonFiniteLoss, DivergedRanks, SaveError)  # their messages need no explanation
 # Terminals, schedulers and clouds announce the end of a job with one of these: to the launcher or to all processes.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
@@ -140,15 +130,15 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
         run.finish()
         run.barrier()
     except BaseException as error:
-        if isinstance(error, DivergedRanks | NonFiniteLoss):
+        if isinstance(error, RunError) and not isinstance(error, ConfigError):
             # All ranks raise this at the same step, and a save in progress is of an earlier step.
             with contextlib.suppress(SaveError):
                 run.finish()
-        sentence = None if isinstance(error, OWN_ERRORS) else observers.explain(error)
+        sentence = None if isinstance(error, RunError) else observers.explain(error)
         if not reads_only:
             observers.end(error)
         if sentence:
-            raise ExplainedError(sentence) from error
+            raise RunError(sentence, on_one_rank=True) from error
         raise
     if not reads_only:
         observers.end(None)
@@ -175,39 +165,26 @@ def main(train: Callable[[Any], Any], config_class: type[TrainConfig], trainer: 
     os._exit(code)  # do not wait for other threads, nor for the process group
 
 
-def report_job_errors(
-    job: Callable[[], int | None],
-    explain: Callable[[BaseException], str | None] = lambda error: None,
-    remedy: str = "resume from the last checkpoint",
-) -> int:
+def report_job_errors(job: Callable[[], int | None], remedy: str = "resume from the last checkpoint") -> int:
     """Run this rank's job. Report an error in one sentence, and return the exit code.
 
     Args:
         job: what this rank does; it may return an exit code.
-        explain: returns a sentence for an error that has no other explanation, or None.
         remedy: what to do after Ctrl-C has stopped the job at once.
     """
     code = 0
     try:
         code = job() or 0
-    except ConfigError as error:
-        code = report_failure(2, str(error), is_same_on_all_ranks=not error.on_one_rank)
-    except NonFiniteLoss as error:
-        code = report_failure(3, str(error), is_same_on_all_ranks=True)
-    except (DivergedRanks, SaveError) as error:
-        code = report_failure(1, str(error), is_same_on_all_ranks=True)
-    except ExplainedError as error:
-        code = report_failure(1, str(error))
+    except RunError as error:
+        code = report_failure(error.exit_code, str(error), error.on_one_rank)
     except KeyboardInterrupt:
         code = report_failure(130, f"interrupted before the step was complete: {remedy}")
     except SystemExit as error:  # --help, or an observer that sets the exit code
         code = int(error.code or 0) if isinstance(error.code, int | None) else report_failure(1, str(error.code))
     except BaseException as error:
-        sentence = explain(error)
-        if sentence is None:
-            if not blames_peer(error):
-                traceback.print_exc()
-            sentence = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        code = report_failure(1, sentence)
+        if not blames_peer(error):
+            traceback.print_exc()
+        reason, _, _ = str(error).strip().partition("\n")
+        code = report_failure(1, f"{type(error).__name__}: {reason}")
     sys.stdout.flush()
     return code

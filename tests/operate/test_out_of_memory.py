@@ -18,10 +18,10 @@ from measure.memory_limits import (
     host_limits,
 )
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, is_out_of_memory
+from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
-from operate.out_of_memory import MemoryReport, list_flags
+from operate.out_of_memory import MemoryReport, is_out_of_memory, list_flags
 from phase1_zero1.parallelize import Zero1Config
 from phase3_fsdp.evaluate import EvaluateConfig
 from phase3_fsdp.fsdp import FsdpConfig
