@@ -19,7 +19,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from measure.formulas import find_formula
 from measure.memory_limits import process_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.errors import DivergedRanks, NonFiniteLoss
-from nanoGPT.optim import SharedOptimizer
 from nanoGPT.train_config import TrainConfig
 
 CHUNK = 1 << 20  # elements of a tensor that a hash or a norm reads at a time
@@ -154,11 +154,7 @@ class Diagnostics:
 
     def _read_gradients(self, *_: Any) -> None:
         """Read the norm of this rank's part of each gradient."""
-        pairs: Iterable[tuple[Any, Tensor]]
-        if isinstance(self.optimizer, SharedOptimizer):
-            pairs = self.optimizer.local_gradients()
-        else:
-            pairs = ((p, local_shard(p.grad)) for p in self.model.parameters() if p.grad is not None)
+        pairs = find_formula(self.config, "local_gradients")(self.optimizer)
         self.gradients = {self.names[p]: compute_norm(grad) for p, grad in pairs if p in self.names}
 
     def record(self, step: int, loss_sum: Tensor, norm: Tensor) -> None:
@@ -175,8 +171,7 @@ class Diagnostics:
         """
         if not self.is_due(step):
             return
-        if isinstance(self.optimizer, SharedOptimizer):
-            self.optimizer.wait_for_params()
+        find_formula(self.config, "wait_for_params")(self.optimizer)
         loss, grad_norm = loss_sum.item(), norm.item()  # waits for the end of the step
         self.run.enter_stage("diagnostics", step)  # whose time is not that of a step
         values = self._measure(step, loss, grad_norm)

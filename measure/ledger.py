@@ -12,7 +12,7 @@ that it reduces; the ledger counts neither.
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from measure.formulas import find_formula
 from measure.tracker import MemoryTracker, tensors_in
-from nanoGPT.costs import Costs, ring_bytes, storage_bytes
+from nanoGPT.costs import ring_bytes, storage_bytes
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.optim import SharedOptimizer
 from nanoGPT.train_config import TrainConfig
-
-StepCosts = Callable[[Any, Any, Any, Runtime], Costs]  # its arguments: model, optimizer, configuration and Runtime
 
 # For each operator of torch.distributed: the collective, and the index of the argument with the full tensor.
 COLLECTIVES = {
@@ -88,7 +86,6 @@ class Ledger:
         run: this rank's Runtime.
         step: the step to measure. It is the third step of a run, because the first steps also allocate memory.
         model, optimizer: their bytes are counted; gradients are counted just before the update.
-        step_costs: the trainer's formula for these costs.
     """
 
     def __init__(
@@ -98,10 +95,8 @@ class Ledger:
         step: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        step_costs: StepCosts,
     ) -> None:
         self.config, self.run, self.step, self.model, self.optimizer = config, run, step, model, optimizer
-        self.step_costs = step_costs
         self.gradient_bytes: int | None = None
         if step >= config.max_iters:
             run.print0(f"--ledger measures step {step}, and this run ends before it: use a larger --max_iters")
@@ -119,7 +114,8 @@ class Ledger:
         traffic = CollectiveCounter()
         # Otherwise, torch would also run all later steps of a compiled model in eager mode.
         eager = torch.compiler.set_stance("force_eager") if self.config.compile else contextlib.nullcontext()
-        with eager, MemoryTracker(self.model, self.optimizer, self.run.device, on_operator=traffic.record) as memory:
+        buffers = find_formula(self.config, "gradient_buffers")(self.optimizer)
+        with eager, MemoryTracker(self.model, self.optimizer, self.run.device, buffers, traffic.record) as memory:
             yield
         hook.remove()
         if self.gradient_bytes is None:  # a float16 step that was skipped: measure the next one
@@ -130,10 +126,9 @@ class Ledger:
             torch.cuda.reset_peak_memory_stats(self.run.device)
 
     def _count_gradients(self, *_: Any) -> None:
-        shards = self.optimizer.inner_optimizers() if isinstance(self.optimizer, SharedOptimizer) else []
-        groups = [{"params": list(self.model.parameters())}, *(g for inner in shards for g in inner.param_groups)]
-        grads = [p.grad for group in groups for p in group["params"]]
-        self.gradient_bytes = storage_bytes(grad for grad in grads if grad is not None)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        local_grads = [grad for _, grad in find_formula(self.config, "local_gradients")(self.optimizer)]
+        self.gradient_bytes = storage_bytes(grads + local_grads)
 
     def state_bytes(self) -> dict[str, int | None]:
         """Return the bytes of parameters, gradients and optimizer state on this rank, just before the update."""
@@ -158,7 +153,7 @@ class Ledger:
         }
 
     def _write(self, out_dir: Path, traffic: CollectiveCounter, memory: MemoryTracker) -> None:
-        formula = self.step_costs(self.model, self.optimizer, self.config, self.run)
+        formula = find_formula(self.config, "step_costs")(self.model, self.optimizer, self.config, self.run)
         costs = {
             "state_bytes": self.state_bytes(),
             "expected_state_bytes": formula.state,

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from measure.formulas import find_formula
+from nanoGPT.costs import moment_bytes
 from nanoGPT.dataset import read_identity
 from nanoGPT.distributed.runtime import pick_device
 from nanoGPT.errors import ConfigError
@@ -79,8 +81,8 @@ def check_memory(config: TrainConfig, world_size: int, local_world_size: int) ->
         return
     device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
     rows = read_identity(config.dataset)["tokenizer"]["vocab_size"]
-    is_on_cpu = device.type == "cpu" or config.min_gpu_state(world_size, local_world_size) == 0  # CPU offload
-    if is_on_cpu:
+    needs_gpu_memory = find_formula(config, "min_gpu_state")(config, world_size, local_world_size) > 0
+    if device.type == "cpu" or not needs_gpu_memory:  # with CPU offload
         check_parameters_fit(config, rows, world_size, local_world_size)
     if device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -100,7 +102,8 @@ def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, 
         ConfigError: the parameters alone need more memory than the node has or a limit allows.
     """
     shape = make_shape({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
-    weights = 4 * shape.count_params() * config.local_param_fraction(world_size, local_world_size, on_gpu=False)
+    fraction = find_formula(config, "local_param_fraction")(config, world_size, local_world_size, on_gpu=False)
+    weights = 4 * shape.count_params() * fraction
     for owner, total, is_shared in host_limits():
         needed = weights * (local_world_size if is_shared else 1)
         if needed > total:
@@ -127,10 +130,10 @@ def check_state_fits(
     """
     shape = make_shape({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
     params = shape.count_params()
-    needed = config.min_gpu_state(world_size, local_world_size) * params
+    needed = find_formula(config, "min_gpu_state")(config, world_size, local_world_size) * params
     if needed <= gpu_bytes:
         return
-    gpus = math.ceil((8 + config.moment_bytes) * params / gpu_bytes)
+    gpus = math.ceil((8 + moment_bytes(config)) * params / gpu_bytes)
     raise ConfigError(
         f"a model with --n_layer={shape.n_layer} --n_embd={shape.n_embd} has {params:,} parameters, and their model "
         f"state needs {format_bytes(needed)} on each of {world_size} rank(s), but a GPU has {format_bytes(gpu_bytes)}: "

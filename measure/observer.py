@@ -4,8 +4,6 @@ Before the first step, rank 0 also prints how the model is sharded, if the train
 """
 
 import contextlib
-import importlib
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from measure.diagnostics import Diagnostics
+from measure.formulas import find_formula
 from measure.ledger import Ledger
 from measure.mfu import compute_mfu
-from nanoGPT import costs, observers
+from nanoGPT import observers
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.parse import package_of
 from nanoGPT.model import GPT, ModelConfig
 
 
@@ -48,11 +46,11 @@ class Observer(observers.Observer):
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Print how the model is sharded, and prepare the measurements."""
-        self.shape, formulas = cast(GPT, model).config, find_formulas(type(self.config))
-        if hasattr(formulas, "describe_sharding"):
-            self.run.print0(formulas.describe_sharding(model, self.config, self.run))
+        self.shape = cast(GPT, model).config
+        if describe_sharding := find_formula(self.config, "describe_sharding"):
+            self.run.print0(describe_sharding(model, self.config, self.run))
         if self.flags.ledger:  # the ledger measures the third step of a run
-            self.ledger = Ledger(self.config, self.run, first_step + 2, model, optimizer, formulas.step_costs)
+            self.ledger = Ledger(self.config, self.run, first_step + 2, model, optimizer)
         if interval := self.flags.diagnostics_interval:
             self.diagnostics = Diagnostics(self.config, self.run, interval, model, optimizer)
 
@@ -78,9 +76,3 @@ class Observer(observers.Observer):
         """Stop measuring a step that has failed."""
         if error is not None:
             self.step_contexts.__exit__(type(error), error, error.__traceback__)
-
-
-def find_formulas(config_class: type) -> Any:
-    """Return the module with the formulas of a trainer: `costs` of its package, else that of the baseline."""
-    name = f"{package_of(config_class)}.costs"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else costs

@@ -23,7 +23,7 @@ calls of the model are eager, too, unless the tracked call runs inside `torch.co
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ from torch._guards import active_fake_mode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from nanoGPT.optim import SharedOptimizer
 
 Totals = dict[str, int]  # bytes by category
 
@@ -84,6 +82,7 @@ class MemoryTracker(TorchDispatchMode):
         optimizer: its state counts from the start. With FSDP its parameters are the shards, even if a unit is
             all-gathered at the start.
         device: count only tensors on this device; None: on all devices.
+        gradient_buffers: tensors that count as gradients from the start, such as the buckets of phase 1.
         on_operator: called with every operator outside the aten namespace and its arguments. This is cheaper than a
             second dispatch mode.
         keeps_timeline: whether to fill `timeline`. Many entries take time whenever a tensor becomes a gradient.
@@ -100,11 +99,12 @@ class MemoryTracker(TorchDispatchMode):
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | None = None,
+        gradient_buffers: Iterable[Tensor] = (),
         on_operator: Callable[[Any, Any], None] = lambda operator, args: None,
         keeps_timeline: bool = True,
     ) -> None:
         super().__init__()
-        self.keeps_timeline = keeps_timeline
+        self.keeps_timeline, self.gradient_buffers = keeps_timeline, gradient_buffers
         self.model, self.optimizer, self.device, self.on_operator = model, optimizer, device, on_operator
         self.timeline: list[tuple[int, Totals]] = []
         self._now: Totals = dict.fromkeys(CATEGORIES, 0)
@@ -214,7 +214,7 @@ class MemoryTracker(TorchDispatchMode):
             self._count_tensor(param, "gathered" if is_fsdp and not isinstance(param, DTensor) else "parameters")
             if param.grad is not None:
                 self._count_tensor(param.grad, "gradients")
-        for buffer in self.optimizer.gradient_buffers() if isinstance(self.optimizer, SharedOptimizer) else []:
+        for buffer in self.gradient_buffers:
             self._count_tensor(buffer, "gradients")
         if self.optimizer is not None:
             self._count_optimizer_state()

@@ -1,7 +1,7 @@
-"""Formulas for the memory and communication of a training step.
+"""Formulas for the memory and communication of a training step, and the tensors with which they are compared.
 
-This module is for a trainer without sharding, in which every rank stores the full model state. The `step_costs` of
-phases 1 and 3 are in their modules `costs`.
+This module is for a trainer without sharding, in which every rank stores the full model state. The modules `costs` of
+phases 1 and 3 replace those of its functions that are different there (see `measure/formulas.py`).
 
 The communication volume per rank is that of the ring algorithm (Patarasuk & Yuan 2009). With N ranks it is 2n(N-1)/N
 bytes for an all-reduce of n bytes. It is n(N-1)/N bytes for a reduce, reduce-scatter, all-gather or broadcast whose
@@ -9,7 +9,7 @@ full tensor has n bytes, and for an all-to-all in which a rank has n bytes for a
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
-from nanoGPT.optim import optimizer_bytes
+from nanoGPT.optim import MuonWithAdamW
 from nanoGPT.train_config import TrainConfig
 
 
@@ -57,6 +57,16 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+def optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the state of Muon, AdamW or both, on this rank after a step."""
+    if isinstance(optimizer, MuonWithAdamW):
+        return sum(map(optimizer_bytes, optimizer.optimizers))
+    numels = [local_shard(p).numel() for group in optimizer.param_groups for p in group["params"]]
+    if "ns_steps" in optimizer.defaults:  # Muon, with Newton-Schulz steps: one momentum in fp32
+        return 4 * sum(numels)
+    return 8 * sum(numels) + 4 * len(numels)  # AdamW: two moments in fp32, and a step count per tensor
+
+
 @dataclass
 class Costs:
     """The predicted costs of a step on this rank. The ledger prints them next to the measured ones.
@@ -85,3 +95,33 @@ def step_costs(model: nn.Module, optimizer: Optimizer, config: TrainConfig, run:
     state = {"parameters": size, "gradients": size, "optimizer_state": optimizer_bytes(optimizer)}
     traffic = Counter({("all-reduce", run.world_size): size} if run.world_size > 1 else {})
     return Costs(state, traffic)
+
+
+def local_param_fraction(config: TrainConfig, world_size: int, local_world_size: int, on_gpu: bool) -> float:
+    """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
+    return 1.0
+
+
+def min_gpu_state(config: TrainConfig, world_size: int, local_world_size: int) -> float:
+    """Return the bytes of model state per parameter that a rank stores in GPU memory just before an update."""
+    return 8 + moment_bytes(config)
+
+
+def moment_bytes(config: TrainConfig) -> int:
+    """Return the bytes of optimizer state per parameter. Muon stores 4 for a matrix of a block, and 8 for the rest."""
+    return 4 if config.optimizer == "muon" else 8
+
+
+def local_gradients(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter with this rank's part of its averaged gradient."""
+    for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        yield param, local_shard(param.grad)
+
+
+def gradient_buffers(optimizer: Optimizer) -> list[Tensor]:
+    """Return the buffers of gradients that stay allocated between steps."""
+    return []
+
+
+def wait_for_params(optimizer: Optimizer) -> None:
+    """Wait until every parameter is complete on this rank; return at once if `step` already waited."""

@@ -1,13 +1,12 @@
 """The optimizers, their parameter groups, the global gradient norm, and loss scaling."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.errors import NonFiniteLoss
 from nanoGPT.train_config import TrainConfig
 
@@ -75,25 +74,6 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
     return matrices, others
 
 
-def count_multiplications(matrix: Tensor) -> int:
-    """Return the multiplications in one Newton-Schulz iteration on an (m, n) matrix X with m <= n.
-
-    The iteration computes A = X X', the square of A, and B X.
-    """
-    m, n = sorted(matrix.shape)
-    return 2 * m * m * n + m * m * m
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the state of Muon, AdamW, or an optimizer with inner ones, on this rank after a step."""
-    numels = [local_shard(p).numel() for group in optimizer.param_groups for p in group["params"]]
-    if "ns_steps" in optimizer.defaults:  # Muon, with Newton-Schulz steps: one momentum in fp32
-        return 4 * sum(numels)
-    if isinstance(optimizer, SharedOptimizer):
-        return optimizer.expected_state_bytes()
-    return 8 * sum(numels) + 4 * len(numels)  # AdamW: two moments in fp32, and a step count per tensor
-
-
 def run_closure(closure: Callable[[], Any] | None) -> Any:
     """Return the loss that the argument of an optimizer's `step` computes, or None without this argument."""
     with torch.enable_grad():
@@ -101,11 +81,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 class SharedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose parameter groups and state belong to other objects too, such as an inner optimizer.
-
-    This is the interface by which the ledger, the memory tracker and the diagnostics read an optimizer of a phase. By
-    default, every rank has all gradients in full.
-    """
+    """An optimizer whose parameter groups and state belong to other objects too, such as an inner optimizer."""
 
     has_all_groups = False
 
@@ -143,26 +119,6 @@ class SharedOptimizer(torch.optim.Optimizer):
         state.update(self.state)
         self.param_groups, self.state = groups, state
 
-    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that store this rank's state, if it is not this one."""
-        return []
-
-    def expected_state_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank after the first step."""
-        return sum(optimizer_bytes(inner) for inner in self.inner_optimizers())
-
-    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with this rank's part of its averaged gradient."""
-        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            yield param, local_shard(param.grad)
-
-    def gradient_buffers(self) -> list[Tensor]:
-        """Return the buffers of gradients that stay allocated between steps."""
-        return []
-
-    def wait_for_params(self) -> None:
-        """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
-
 
 class MuonWithAdamW(SharedOptimizer):
     """Muon and AdamW as one optimizer, with the parameter groups and the state of both."""
@@ -173,10 +129,6 @@ class MuonWithAdamW(SharedOptimizer):
         for optimizer in optimizers:
             self.state.update(optimizer.state)
             optimizer.state = self.state
-
-    def expected_state_bytes(self) -> int:
-        """Return the bytes of state after a step: Muon's for the matrices, AdamW's for all other parameters."""
-        return sum(map(optimizer_bytes, self.optimizers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step both optimizers. `closure`, if given, computes the loss first."""

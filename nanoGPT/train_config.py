@@ -152,19 +152,6 @@ class TrainConfig(Flags):
     observers: str = field(default_factory=find_default_observers)
     """modules that observe the run, such as operate,measure,my_metrics; they may add flags; empty: none"""
 
-    def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
-        """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
-        return 1.0
-
-    def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
-        """Return the bytes of model state per parameter that a rank stores in GPU memory just before an update."""
-        return 8 + self.moment_bytes
-
-    @property
-    def moment_bytes(self) -> int:
-        """Bytes of optimizer state per parameter. Muon stores 4 for a matrix of a block, and 8 for the rest."""
-        return 4 if self.optimizer == "muon" else 8
-
     @property
     def uses_autocast(self) -> bool:
         """Whether matrix products run under autocast. FSDP casts the parameters instead."""

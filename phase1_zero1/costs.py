@@ -13,10 +13,12 @@ a gradient of it, and the squared gradient norm, a scalar of 8 bytes.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
-from nanoGPT.costs import Costs
+import nanoGPT.costs
+from nanoGPT.costs import Costs, moment_bytes, optimizer_bytes
 from nanoGPT.distributed.runtime import Runtime
 from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.protocol import DataParallelOptimizer
@@ -28,7 +30,7 @@ def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1
     params, N = sum(p.numel() for p in model.parameters()), run.world_size
     if isinstance(optimizer, Zero1Optimizer):
         return flat_costs(optimizer, params, config.gradient_accumulation_steps // N, N)
-    state = {"parameters": 4 * params, "gradients": 4 * params, "optimizer_state": optimizer.expected_state_bytes()}
+    state = {"parameters": 4 * params, "gradients": 4 * params, "optimizer_state": inner_state_bytes(optimizer)}
     traffic = Counter({(kind, N): 4 * params for kind in optimizer.collectives})
     return Costs(state, traffic if N > 1 else Counter())
 
@@ -49,6 +51,34 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: in
     state = {
         "parameters": 4 * length,
         "gradients": 4 * (local_length if optimizer.shards_gradients else length),
-        "optimizer_state": optimizer.expected_state_bytes(),
+        "optimizer_state": inner_state_bytes(optimizer),
     }
     return Costs(state, traffic if N > 1 else Counter(), length - params)
+
+
+def inner_state_bytes(optimizer: DataParallelOptimizer) -> int:
+    """Return the bytes of optimizer state on this rank after the first step."""
+    return sum(map(optimizer_bytes, optimizer.inner_optimizers()))
+
+
+def min_gpu_state(config: Zero1Config, world_size: int, local_world_size: int) -> float:
+    """Return the bytes of model state per parameter that a rank stores in GPU memory just before an update."""
+    sharded_gradients = 4 if config.zero_stage == 2 else 0
+    return 8 - sharded_gradients + (sharded_gradients + moment_bytes(config)) / world_size
+
+
+def local_gradients(optimizer: DataParallelOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter with this rank's part of its averaged gradient: its shard with the flat backend."""
+    if isinstance(optimizer, Zero1Optimizer):
+        return ((shard.param, shard.grad) for shard in optimizer.shards)
+    return nanoGPT.costs.local_gradients(optimizer)
+
+
+def gradient_buffers(optimizer: DataParallelOptimizer) -> list[Tensor]:
+    """Return the buffers of all buckets that hold this rank's averaged gradients, and with ZeRO-1 all gradients."""
+    return [bucket.local_grads for bucket in optimizer.buckets] if isinstance(optimizer, Zero1Optimizer) else []
+
+
+def wait_for_params(optimizer: DataParallelOptimizer) -> None:
+    """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
+    optimizer.wait_for_params()

@@ -38,10 +38,6 @@ class Zero1Config(TrainConfig):
     """kernels of phase 2: none | triton (all) | auto | some of attention,embedding,gelu,layernorm,loss. On a
     GPU, auto selects loss with --compile=True, else all; on a CPU it selects none"""
 
-    def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
-        sharded = self.moment_bytes + (4 if self.zero_stage == 2 else 0)
-        return 8 + self.moment_bytes - sharded + sharded / world_size
-
     def check(self, world_size: int) -> None:
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")

@@ -33,6 +33,13 @@ class DataParallelOptimizer(SharedOptimizer):
         """Return this rank's averaged gradients: those of its shards, or of all parameters. Collective."""
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
+    def inner_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that store this rank's state."""
+        return []
+
+    def wait_for_params(self) -> None:
+        """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
+
     def local_state(self) -> Iterator[tuple[nn.Parameter, int, dict[str, Any]]]:
         """Yield this rank's state: a parameter, the offset of the state in the flattened parameter, and the state."""
         for param, items in self.state.items():

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.distributed.sharding import assign_owners
-from nanoGPT.optim import clip_grads, count_multiplications, grad_norm, run_closure
+from nanoGPT.distributed.sharding import assign_owners, count_multiplications
+from nanoGPT.optim import clip_grads, grad_norm, run_closure
 from phase1_zero1.buckets import (
     Bucket,
     Options,
@@ -331,14 +331,6 @@ class Zero1Optimizer(DataParallelOptimizer):
     def inner_optimizers(self) -> list[optim.Optimizer]:
         """Return the optimizers that store this rank's state, at most one per bucket."""
         return [bucket.inner for bucket in self.buckets if bucket.inner]
-
-    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with this rank's shard of its averaged gradient."""
-        yield from ((shard.param, shard.grad) for shard in self.shards)
-
-    def gradient_buffers(self) -> list[Tensor]:
-        """Return the buffers of all buckets that hold this rank's averaged gradients, and with ZeRO-1 all gradients."""
-        return [bucket.local_grads for bucket in self.buckets]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shards. It loads only on the same rank of the same number of ranks.

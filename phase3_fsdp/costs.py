@@ -25,11 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+import nanoGPT.costs
 from nanoGPT.costs import Costs, optimizer_bytes, ring_bytes
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.distributed.sharding import assign_owners, local_shard
+from nanoGPT.distributed.sharding import assign_owners, count_multiplications, local_shard
 from nanoGPT.model import GPT
-from nanoGPT.optim import count_multiplications, muon_groups
+from nanoGPT.optim import muon_groups
 from phase3_fsdp.fsdp import FsdpConfig
 
 CollectiveBytes = Counter[tuple[str, int]]  # bytes of the full tensors, by collective and number of ranks
@@ -101,6 +102,18 @@ def muon_bytes_sent(model: GPT, config: FsdpConfig, mesh: DeviceMesh) -> int:
     owner = assign_owners(matrices, mesh.size(-1), count_multiplications)
     rank = mesh.get_local_rank(mesh.ndim - 1)
     return 2 * sum(local_shard(p).numel() + (p.numel() if owner[p] == rank else 0) for p in matrices)
+
+
+def local_param_fraction(config: FsdpConfig, world_size: int, local_world_size: int, on_gpu: bool) -> float:
+    """Return the fraction of all parameters that a rank stores in GPU memory, or in CPU memory."""
+    return 0.0 if on_gpu and config.fsdp_cpu_offload else 1 / config.ranks_per_replica(world_size, local_world_size)
+
+
+def min_gpu_state(config: FsdpConfig, world_size: int, local_world_size: int) -> float:
+    """Return the bytes of model state per parameter that a rank stores in GPU memory just before an update."""
+    trains = getattr(config, "trains", True)  # evaluate.py stores parameters only
+    state = nanoGPT.costs.min_gpu_state(config, world_size, local_world_size) if trains else 4
+    return state * local_param_fraction(config, world_size, local_world_size, on_gpu=True)
 
 
 def describe_sharding(model: GPT, config: FsdpConfig, run: Runtime) -> str:

@@ -28,6 +28,8 @@ from phase3_fsdp.train import evaluate
 class EvaluateConfig(fsdp.FsdpConfig):
     """The weights to evaluate, and how to shard them. The fields are those of training; a checkpoint sets some."""
 
+    trains = False  # a rank stores parameters only
+
     init_from: str = "resume"
     """resume: the newest checkpoint of out_dir; or a value as in training"""
 
@@ -36,9 +38,6 @@ class EvaluateConfig(fsdp.FsdpConfig):
         self.gradient_accumulation_steps = world_size  # an evaluation accumulates nothing, so any number of ranks works
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has no trained weights: use resume, gpt2 or a directory")
-
-    def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
-        return 4 * self.local_param_fraction(world_size, local_world_size, on_gpu=True)  # parameters only
 
 
 Config = EvaluateConfig

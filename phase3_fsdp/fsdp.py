@@ -109,13 +109,6 @@ class FsdpConfig(TrainConfig):
         """Return the number of ranks over which one copy of the model is sharded."""
         return {"all": world_size, "node": local_world_size}.get(self.fsdp_shard_size) or int(self.fsdp_shard_size)
 
-    def local_param_fraction(self, world_size: int, local_world_size: int, on_gpu: bool) -> float:
-        return 0.0 if on_gpu and self.fsdp_cpu_offload else 1 / self.ranks_per_replica(world_size, local_world_size)
-
-    def min_gpu_state(self, world_size: int, local_world_size: int) -> float:
-        full_state = super().min_gpu_state(world_size, local_world_size)
-        return full_state * self.local_param_fraction(world_size, local_world_size, on_gpu=True)
-
 
 @contextmanager
 def put_parameters_on_meta() -> Iterator[None]:

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.distributed.sharding import assign_owners, local_shard, row_range
-from nanoGPT.optim import SharedOptimizer, count_multiplications, run_closure
+from nanoGPT.distributed.sharding import assign_owners, count_multiplications, local_shard, row_range
+from nanoGPT.optim import SharedOptimizer, run_closure
 
 Received = Callable[[], Tensor]  # waits for an all-to-all, and returns what this rank received
 ROUND_BYTES = 64 * 2**20  # maximum bytes of full bf16 updates per owner and round (or one matrix)

@@ -37,19 +37,18 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-import nanoGPT.costs
-import phase1_zero1.costs
-import phase3_fsdp.costs
 from bench.plan.speed import Roofline
-from measure.ledger import CollectiveCounter, StepCosts
+from measure.formulas import find_formula
+from measure.ledger import CollectiveCounter
 from measure.tracker import MemoryTracker, Totals
 from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import DTYPES, Runtime
 from nanoGPT.model import ModelConfig
-from nanoGPT.optim import SharedOptimizer, allocate_state, clip_grads, configure_optimizer, grad_norm
+from nanoGPT.optim import allocate_state, clip_grads, configure_optimizer, grad_norm
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1 import parallelize as zero1
 from phase1_zero1 import zero1 as zero1_optimizer
+from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
@@ -305,7 +304,7 @@ MEMORY_STAGES = ("last forward", "head", "last backward", "middle", "first backw
 
 def allocate_optimizer_state(optimizer: Optimizer) -> None:
     """Allocate the state of an optimizer, as its first step does."""
-    inner_optimizers = optimizer.inner_optimizers() if isinstance(optimizer, SharedOptimizer) else []
+    inner_optimizers = optimizer.inner_optimizers() if isinstance(optimizer, DataParallelOptimizer) else []
     for inner in inner_optimizers or [optimizer]:
         allocate_state(inner)
 
@@ -316,13 +315,6 @@ def suppress_output() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
-
-
-def select_step_costs(config: TrainConfig) -> StepCosts:
-    """Return the cost formula of the phase that the configuration belongs to."""
-    if isinstance(config, zero1.Zero1Config):
-        return phase1_zero1.costs.step_costs
-    return phase3_fsdp.costs.step_costs if isinstance(config, fsdp.FsdpConfig) else nanoGPT.costs.step_costs
 
 
 @dataclass
@@ -370,7 +362,8 @@ def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool
             for param in setup.model.parameters():
                 param.grad = torch.zeros_like(param)
             setup.get_grads()  # in phase 1 this reduces them
-        memory = tracker(setup.model, setup.optimizer, on_operator=traffic.record, keeps_timeline=False)
+        buffers = find_formula(config, "gradient_buffers")(setup.optimizer)
+        memory = tracker(setup.model, setup.optimizer, None, buffers, traffic.record, keeps_timeline=False)
         to_amount: Callable[[int], complex] = split_amount if is_general else int
         with memory, track_stages(setup.model, memory), Roofline(to_amount) as roofline:
 
@@ -383,5 +376,5 @@ def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool
             else:
                 run_step(setup, config, run, micro_batches, begin_update)
             setup.optimizer.zero_grad()
-        costs = select_step_costs(config)(setup.model, setup.optimizer, config, run)
+        costs = find_formula(config, "step_costs")(setup.model, setup.optimizer, config, run)
         return TracedStep(memory, traffic, costs, roofline, micro_batches)

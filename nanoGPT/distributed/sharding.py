@@ -36,3 +36,12 @@ def assign_owners(params: Sequence[Param], world_size: int, cost: Callable[[Tens
         owner[param] = load.index(min(load))
         load[owner[param]] += cost(param)
     return owner
+
+
+def count_multiplications(matrix: Tensor) -> int:
+    """Return the multiplications in one Newton-Schulz iteration of Muon on an (m, n) matrix X with m <= n.
+
+    The iteration computes A = X X', the square of A, and B X.
+    """
+    m, n = sorted(matrix.shape)
+    return 2 * m * m * n + m * m * m

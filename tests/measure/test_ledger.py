@@ -12,7 +12,7 @@ import torch
 from bench.matrix.cells import matches_formula
 from measure.ledger import Ledger, add_expected_bytes, format_report
 from measure.observer import Flags
-from nanoGPT.costs import ring_bytes, step_costs
+from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -169,7 +169,7 @@ def test_steps_after_the_measured_one_are_compiled(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     config = tiny("nanoGPT", tmp_path, ledger=True, compile=True)
     run = Runtime(0, 0, 1, 1, torch.device("cpu"), torch.float32)
-    ledger = Ledger(config, run, 2, model, optimizer, step_costs)
+    ledger = Ledger(config, run, 2, model, optimizer)
     compiled_model = torch.compile(model, backend=compile_graph)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     for step in range(5):
