@@ -11,9 +11,8 @@ import random
 from collections.abc import Callable
 from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
 
+import msgspec
 from msgspec import Meta
-
-from nanoGPT.job.schema import SchemaError, check_schema
 
 Grid: TypeAlias = list[list[int]]
 Pair: TypeAlias = tuple[Grid, Grid]
@@ -52,14 +51,14 @@ def read_task(task: Any) -> tuple[list[Pair], list[tuple[Grid, Grid | None]]]:
     """Return the training pairs and the tests of a task. A test without an output has None.
 
     Raises:
-        SchemaError: the task has another format.
+        ValueError, msgspec.ValidationError: the task has another format.
     """
-    check_schema(task, ArcTask)
+    msgspec.convert(task, ArcTask)
     pairs = [(pair["input"], pair["output"]) for pair in task["train"]]
     tests = [(pair["input"], pair.get("output")) for pair in task["test"]]
     for grid in filter(None, itertools.chain(*pairs, *tests)):
         if len({len(row) for row in grid}) > 1:
-            raise SchemaError("a grid has rows of different lengths")
+            raise ValueError("a grid has rows of different lengths")
     return pairs, tests
 
 

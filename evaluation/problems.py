@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+import msgspec
 from msgspec import Meta
 
 from evaluation import arc
 from evaluation.arc import Grid, Pair
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import read_document
-from nanoGPT.job.schema import SchemaError, check_schema
 
 GENERATED = "arc-generated"
 SUFFIXES = (".json", ".jsonl")
@@ -166,7 +166,7 @@ def read_problems(source: str, max_characters: int, report: Report) -> Iterator[
         for place, make in makers:
             try:
                 problems = make()
-            except (ValueError, RecursionError) as error:  # SchemaError and JSONDecodeError are ValueErrors
+            except (ValueError, RecursionError, msgspec.ValidationError) as error:
                 report(ConfigError(f"{place} is not a problem: {str(error)[:200]}: correct it, or use --skip_bad=True"))
                 continue
             yield from problems
@@ -207,7 +207,7 @@ def make_arc_problems(name: str, task: Any) -> list[Problem]:
     """Return one problem for each test of an ARC task.
 
     Raises:
-        SchemaError: it is not an ARC task.
+        ValueError, msgspec.ValidationError: it is not an ARC task.
     """
     pairs, tests = arc.read_task(task)
     return [
@@ -220,16 +220,16 @@ def make_line_problem(name: str, line: str) -> list[Problem]:
     """Return the problem in a line of JSON, `{"prompt": ..., "answer": ...}`. A field `id` replaces the name.
 
     Raises:
-        SchemaError, ValueError: it is no problem.
+        ValueError, msgspec.ValidationError: it is no problem.
     """
     row = json.loads(line)
-    check_schema(row, Line)
+    msgspec.convert(row, Line)
     is_number = not isinstance(row["answer"], str) or NUMBER.fullmatch(row["answer"].strip())
     match = row.get("match", "numeric" if is_number else "normalized")
     problem = TextProblem(str(row.get("id", name)), row["prompt"], str(row["answer"]), match)
     "".join((problem.id, problem.prompt, problem.wanted)).encode()  # UnicodeEncodeError for half of a surrogate pair
     if problem.match == "numeric" and not problem.score(problem.wanted, "")["is_right"]:
-        raise SchemaError("`match` is numeric, and `answer` has no number")
+        raise ValueError("`match` is numeric, and `answer` has no number")
     if problem.match == "numeric" and re.search(r"\d ?[/:^] ?\d[\d.]*$", problem.wanted.strip()):
-        raise SchemaError("`match` is numeric, and `answer` is no decimal number: write 0.5 for 1/2")
+        raise ValueError("`match` is numeric, and `answer` is no decimal number: write 0.5 for 1/2")
     return [problem]

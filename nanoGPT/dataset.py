@@ -23,7 +23,6 @@ import torch
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import DATA, is_present, open_regular, retry_reads, sha256_of, size_of
-from nanoGPT.job.schema import SchemaError
 from nanoGPT.prepare.meta import DatasetMeta, TokenFile, identify, read_dataset_meta
 from nanoGPT.sampling import draw_in_epochs, draw_random, parse_mixture
 from nanoGPT.train_config import TrainConfig
@@ -171,7 +170,7 @@ def open_dataset(folder: Path, weight: int, block_size: int, stride: int) -> Dat
     Raises:
         ConfigError: it is damaged, or shorter than a sequence.
     """
-    meta = read_meta(folder)
+    meta = read_dataset_meta(folder)
     dtype, files = np.dtype(meta["dtype"]).newbyteorder("<"), meta["splits"]
     tokens = {"train": [file["tokens"] for file in files["train"]], "val": [file["tokens"] for file in files["val"]]}
     split = min(tokens, key=lambda name: max(tokens[name]))  # the one with the shorter longest file
@@ -212,21 +211,7 @@ def find_mixture(dataset: str) -> list[tuple[Path, int]]:
 
 def read_identity(dataset: str) -> dict[str, Any]:
     """Return the identity of the data that `--dataset` names, from the files meta.json alone."""
-    return identify([(path.resolve().name, weight, read_meta(path)) for path, weight in find_mixture(dataset)])
-
-
-def read_meta(folder: Path) -> DatasetMeta:
-    """Read the meta.json of a prepared dataset.
-
-    Raises:
-        ConfigError: it does not describe a dataset.
-    """
-    try:
-        return read_dataset_meta(folder)
-    except SchemaError as error:
-        raise ConfigError(
-            f"{folder}/meta.json does not describe a dataset ({error}): delete it and prepare the dataset again"
-        ) from None
+    return identify([(path.resolve().name, weight, read_dataset_meta(path)) for path, weight in find_mixture(dataset)])
 
 
 class TokenData:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
 from nanoGPT.files import is_present
-from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import GPT, MODULES, ModelConfig, find_architecture, make_shape
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
 from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
@@ -123,8 +123,8 @@ def find_problem_of_shape(shape: ModelConfig) -> str:
     if others := sorted(vars(shape).keys() - fields.keys()):
         return f"its class Shape sets {others[0]}, which is not a field: compute it in the model"
     try:
-        check_schema(vars(shape), type(shape))
-    except SchemaError as error:
+        msgspec.convert(vars(shape), type(shape))
+    except msgspec.ValidationError as error:
         return f"a field of its class Shape has a value of another type ({error}): correct the annotation"
     return ""
 
@@ -337,7 +337,8 @@ def read_shape(source: object, model_args: Any) -> ModelConfig:
     """
     try:
         shape_class = find_architecture(model_args.get("model", "gpt2")).Shape
-        return shape_class(**check_schema(model_args, shape_class))
+        msgspec.convert(model_args, shape_class)
+        return shape_class(**model_args)
     except ConfigError:
         raise
     except Exception as error:  # of many kinds, if the content is arbitrary

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
+import msgspec
+
 from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manifests, step_directories
 from nanoGPT.checkpoint.starting_point import find_model_name, read_weights, shape_fields
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.job.program import command_line, expand_home, join_flag_values
-from nanoGPT.job.schema import SchemaError, check_schema
 from nanoGPT.model import MODULES, find_architecture, make_shape
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import PRETRAINED, C, StepChoice, TrainConfig, field_names, find_device_defaults
@@ -271,11 +272,11 @@ def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: StepC
         if chosen not in (None, path):
             continue
         try:
-            saved = check_schema(manifest.get("config", {}), dict[str, Any])
+            saved = msgspec.convert(manifest.get("config", {}), dict[str, Any])
             known = {name: value for name, value in saved.items() if name in names}
             schema = TypedDict("Saved", get_type_hints(config_class), total=False)  # type: ignore
-            return check_schema(known, schema)
-        except SchemaError as error:
+            return msgspec.convert(known, schema)
+        except msgspec.ValidationError as error:
             raise ConfigError(
                 f"{path}/manifest.json has no valid configuration ({error}): use another --out_dir"
             ) from None

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT, size_of, write_atomically
-from nanoGPT.job.schema import Count, SchemaError, read_json
-from nanoGPT.prepare.meta import GPT2_VOCAB, DatasetMeta, TokenFile, TokenizerIdentity, read_dataset_meta
+from nanoGPT.files import ABSENT, read_document, size_of, write_atomically
+from nanoGPT.prepare.meta import GPT2_VOCAB, Count, DatasetMeta, TokenFile, TokenizerIdentity, read_dataset_meta
 
 META, PROGRESS = "meta.json", "progress.json"
 SHARD_TOKENS = 100_000_000  # per file
@@ -56,11 +56,6 @@ def read_meta(folder: Path) -> DatasetMeta | None:
         return read_dataset_meta(folder)
     except ABSENT:
         return None
-    except SchemaError as error:
-        raise ConfigError(
-            f"{folder / META} does not describe a dataset ({str(error)[:200]}): remove this file to prepare the "
-            "dataset again"
-        ) from None
 
 
 def is_prepared(folder: Path, source: dict[str, Any], advice: str) -> bool:
@@ -219,14 +214,15 @@ def load_progress(folder: Path, source: dict[str, Any]) -> Progress:
     """
     path = folder / PROGRESS
     try:
-        progress = Progress(**read_json(path, ProgressFields))  # type: ignore[arg-type]
+        fields = msgspec.convert(json.loads(read_document(path)), ProgressFields)
+        progress = Progress(**fields)  # type: ignore[arg-type]
         if progress.source != source:
-            raise SchemaError("it belongs to a different source or different flags")
+            raise ValueError("it belongs to a different source or different flags")
         for file in progress.files:
             if size_of(folder / file["name"]) != file["tokens"] * progress.dtype.itemsize:
-                raise SchemaError(f"{file['name']} does not have {file['tokens']:,} tokens")
+                raise ValueError(f"{file['name']} does not have {file['tokens']:,} tokens")
         return progress
     except ABSENT:
         return Progress(source)
-    except (SchemaError, TypeError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} cannot be continued ({str(error)[:200]}): run `rm {path}` to start again") from None

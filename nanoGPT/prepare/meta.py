@@ -1,13 +1,21 @@
 """The `meta.json` of a prepared dataset: its files of token ids, and the identity of their tokenizer."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from nanoGPT.job.schema import Count, FileName, Meta, SchemaError, Sha256, Size, read_json
+import msgspec
+from msgspec import Meta
+
+from nanoGPT.errors import ConfigError
+from nanoGPT.files import read_document
 
 GPT2_VOCAB = 50257
 GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of OpenAI's vocab.bpe
+
+Count = Annotated[int, Meta(ge=0)]
+FileName = Annotated[str, Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\0]{1,255}\Z")]  # without a directory
 
 
 class TokenizerIdentity(TypedDict):
@@ -17,8 +25,8 @@ class TokenizerIdentity(TypedDict):
     """
 
     name: Literal["char", "gpt2", "tokenizers"]
-    vocab_size: Size
-    sha256: Sha256
+    vocab_size: Annotated[int, Meta(ge=1)]
+    sha256: str
     characters: NotRequired[str]
     definition: NotRequired[str]
 
@@ -39,14 +47,14 @@ class TokenFile(TypedDict):
 
     name: FileName
     tokens: Count
-    sha256: Sha256
+    sha256: str
 
 
 class Splits(TypedDict):
     """The files of each split."""
 
-    train: Annotated[list[TokenFile], Meta(min_length=1, max_length=10**6)]
-    val: Annotated[list[TokenFile], Meta(min_length=1, max_length=10**6)]
+    train: Annotated[list[TokenFile], Meta(min_length=1)]
+    val: Annotated[list[TokenFile], Meta(min_length=1)]
 
 
 class DatasetMeta(TypedDict):
@@ -63,17 +71,15 @@ def read_dataset_meta(folder: Path) -> DatasetMeta:
 
     Raises:
         FileNotFoundError, NotADirectoryError: the file does not exist.
-        SchemaError: the file does not describe a dataset.
-        ConfigError: the file could not be read.
+        ConfigError: the file could not be read, or does not describe a dataset.
     """
-    meta = read_json(folder / "meta.json", DatasetMeta)
-    if meta["tokenizer"]["name"] == "char" and "characters" not in meta["tokenizer"]:
-        raise SchemaError("the tokenizer's characters are missing")
-    if meta["tokenizer"]["name"] == "tokenizers" and "definition" not in meta["tokenizer"]:
-        raise SchemaError("the tokenizer's definition is missing")
-    if meta["dtype"] == "uint16" and meta["tokenizer"]["vocab_size"] > 1 << 16:
-        raise SchemaError("ids of this vocab_size do not fit into uint16")
-    return meta
+    path = folder / "meta.json"
+    try:
+        return msgspec.convert(json.loads(read_document(path)), DatasetMeta)
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise ConfigError(
+            f"{path} does not describe a dataset ({str(error)[:200]}): remove this file to prepare the dataset again"
+        ) from None
 
 
 def identify(datasets: Sequence[tuple[str, int, DatasetMeta]]) -> dict[str, Any]:

@@ -171,8 +171,11 @@ def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:
     """Return the tokenizer that a `meta.json` or a checkpoint's manifest names.
 
     Raises:
-        ConfigError: GPT-2's vocabulary, or the package `tokenizers`, is missing.
+        ConfigError: GPT-2's vocabulary, the package `tokenizers`, or a field of the identity is missing.
     """
+    field = {"char": "characters", "tokenizers": "definition"}.get(identity["name"])
+    if field and field not in identity:
+        raise ConfigError(f"the identity of the tokenizer has no {field}: prepare the dataset again")
     if identity["name"] == "char":
         return CharTokenizer(identity["characters"])
     if identity["name"] == "tokenizers":
