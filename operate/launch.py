@@ -34,7 +34,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from measure.memory_limits import check_memory
 from nanoGPT.checkpoint.manifest import read_manifests
-from nanoGPT.distributed.environment import RANK_VARIABLES
 from nanoGPT.errors import STALLED, ConfigError, blames_peer
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.out_dir import check_out_dir
@@ -49,6 +48,7 @@ from operate.observer import read_flags
 from operate.restart import has_finished
 from operate.watchdog import StallDetector, list_children, watch_children
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed after a run
 
 # glibc returns freed memory to the kernel after each backward pass, and the next forward pass gets it back in 4 KiB

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanoGPT.distributed.environment import port_number
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.start import handle_stop_signals
-from operate.store import connect, is_served
+from operate.store import connect, is_served, port_number
 
 ERROR_SECONDS = 20.0  # how long a node that cannot start waits for the other nodes, to share its error
 REMINDER_SECONDS = 30.0  # time between two lines that list the missing nodes

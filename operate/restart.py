@@ -13,13 +13,14 @@ from typing import Any
 import torch.distributed as dist
 
 from nanoGPT.checkpoint.manifest import read_manifests, step_directories
-from nanoGPT.distributed.environment import environment_number, name_launcher, port_number
+from nanoGPT.distributed.environment import environment_number, name_launcher
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection, NonFiniteLoss
 from nanoGPT.job.out_dir import DirectoryLock
 from nanoGPT.job.parse import load_saved_config
 from nanoGPT.job.start import handle_stop_signals
 from nanoGPT.train_config import TrainConfig
+from operate.store import port_number
 
 ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason

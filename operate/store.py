@@ -8,6 +8,8 @@ from functools import partial
 
 import torch.distributed as dist
 
+from nanoGPT.errors import ConfigError
+
 CONNECT_TIMEOUT = datetime.timedelta(seconds=30)  # of one attempt to connect to a store
 
 
@@ -32,6 +34,17 @@ def connect(address: str, port: int, is_server: bool, timeout: datetime.timedelt
                 return store
         time.sleep(0.2)
     raise dist.DistNetworkError(f"no answer within {timeout}")
+
+
+def port_number(port: str, variable: str = "MASTER_PORT") -> int:
+    """Return the port in an environment variable as a number.
+
+    Raises:
+        ConfigError: the port is not a number from 1 to 65535.
+    """
+    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigError(f"{variable}={port} is not a port: use a number from 1 to 65535, the same on every node")
+    return int(port)
 
 
 def is_served(address: str, port: int) -> bool:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from nanoGPT.costs import storage_bytes
 from nanoGPT.dataset import TRAIN, TokenData, to_device
-from nanoGPT.distributed.environment import read_launched_ranks
+from nanoGPT.distributed.launched_ranks import read_launched_ranks
 from nanoGPT.distributed.sharding import assign_owners
 from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPT, GPTConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanoGPT.distributed.environment import count_cores, environment_number, master_address
+from nanoGPT.distributed.environment import count_cores, environment_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
 
@@ -41,22 +41,22 @@ def join_process_group(run: Runtime) -> None:
     if run.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
         return
-    address, port = master_address()
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"the environment has RANK and WORLD_SIZE, but MASTER_ADDR={address} and MASTER_PORT={port}: start ranks "
+            "with torchrun, or set all four, with a port from 1 to 65535"
+        )
     choose_interface(run)
     try:
         with open_store(run) as store:
             dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, **options)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free port") from None
         raise LostConnection(
-            f"the connection to {address}:{port} was lost or never established ({str(error).splitlines()[0]}): check "
-            "the output of the node of rank 0, and start all nodes again"
-        ) from None
-    except dist.DistStoreError as error:
-        raise LostConnection(
-            f"not all of the {run.world_size} ranks have connected within {run.timeout} "
-            f"({str(error).splitlines()[0]}): start every node"
+            f"the {run.world_size} ranks did not meet at {address}:{port} within {run.timeout} "
+            f"({str(error).splitlines()[0]}): start all nodes, and check the output of the node of rank 0"
         ) from None
 
 

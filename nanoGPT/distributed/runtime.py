@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from nanoGPT.distributed.environment import RANK_VARIABLES, environment_number
+from nanoGPT.distributed.environment import environment_number
 from nanoGPT.errors import ConfigError, PeerFailed, quote_cause
 from nanoGPT.observers import Observers
 
@@ -260,31 +260,27 @@ def pick_device(
     Raises:
         ConfigError: the device is unknown or missing, or there are more ranks than GPUs.
     """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = supports_mps and world_size == 1 and torch.backends.mps.is_available()
     kind, reason = name, "requested"
-    if name == "auto":
-        if torch.cuda.is_available():
-            kind, reason = "cuda", f"found {torch.cuda.device_count()} GPU(s)"
-        elif torch.backends.mps.is_available() and world_size == 1 and supports_mps:
-            kind, reason = "mps", "found an Apple GPU, and there is one process"
-        else:
-            kind, reason = "cpu", "found no GPU that this trainer can use"
+    if name == "auto" and gpus:
+        kind, reason = "cuda", f"found {gpus} GPU(s)"
+    elif name == "auto":
+        kind, reason = ("mps", "found an Apple GPU") if has_mps else ("cpu", "found no GPU that this trainer can use")
     if kind not in ("cpu", "cuda", "mps"):
         raise ConfigError(f"--device={name} is unknown: use auto, cpu, cuda or mps")
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("--device=cuda, but torch finds no GPU on this machine: use --device=cpu")
-        gpus = torch.cuda.device_count()
-        if local_world_size > gpus:
-            raise ConfigError(
-                f"{local_world_size} ranks do not fit on this machine, which has {gpus} GPU(s): "
-                f"use GPUS={gpus}, or --device=cpu (DEVICE=cpu) to run the ranks on the CPU"
-            )
-        return torch.device("cuda", local_rank), reason
-    if kind == "mps" and not supports_mps:
-        raise ConfigError("--device=mps does not work with FSDP: use --device=cpu")
-    if kind == "mps" and (world_size > 1 or not torch.backends.mps.is_available()):
-        raise ConfigError("--device=mps supports only one process, on a Mac with an Apple GPU: use --device=cpu")
-    return torch.device(kind), reason
+    if kind == "cuda" and not gpus:
+        raise ConfigError("--device=cuda, but torch finds no GPU on this machine: use --device=cpu")
+    if kind == "cuda" and local_world_size > gpus:
+        raise ConfigError(
+            f"{local_world_size} ranks do not fit on this machine, which has {gpus} GPU(s): "
+            f"use GPUS={gpus}, or --device=cpu (DEVICE=cpu) to run the ranks on the CPU"
+        )
+    if kind == "mps" and not has_mps:
+        raise ConfigError(
+            "--device=mps supports only one process, without FSDP, on a Mac with an Apple GPU: use --device=cpu"
+        )
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind), reason
 
 
 def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -322,26 +318,20 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
     Raises:
         ConfigError: the environment, the device or the dtype cannot be used.
     """
-    values = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-    if not all(value.isascii() and value.isdigit() for value in values.values()) or ("RANK" in values) != (
-        "WORLD_SIZE" in values
-    ):
-        raise ConfigError(
-            f"the environment has invalid values, {values}: start ranks with torchrun, or unset these variables"
-        )
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if not values and environment_number(name) > 1:
+        if "RANK" not in os.environ and environment_number(name) > 1:
             raise ConfigError(
                 f"srun or mpirun has started {os.environ[name]} copies of this program ({name}), and each would train "
                 f"alone: let it start one torchrun on each node, as operate/deploy/slurm.sh does, or unset {name}"
             )
-    rank, world_size = int(values.get("RANK", 0)), int(values.get("WORLD_SIZE", 1))
-    local_rank, local_world_size = int(values.get("LOCAL_RANK", rank)), int(values.get("LOCAL_WORLD_SIZE", world_size))
-    first = rank - local_rank  # of the ranks of this node, which follow each other
-    if not (local_rank < local_world_size and 0 <= first <= world_size - local_world_size and rank < world_size):
+    rank, world_size = environment_number("RANK"), environment_number("WORLD_SIZE", 1)
+    local_rank = environment_number("LOCAL_RANK", rank)
+    local_world_size = environment_number("LOCAL_WORLD_SIZE", world_size)
+    first_rank = rank - local_rank  # of the ranks of this node, which follow each other
+    if not (local_rank < local_world_size and 0 <= first_rank <= world_size - local_world_size):
         raise ConfigError(
-            f"the environment has invalid values, {values}: use ranks that are smaller than the world size, and "
-            "consecutive ranks on each node"
+            f"the environment has RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE="
+            f"{local_world_size}, which contradict each other: start ranks with torchrun, or unset these variables"
         )
     torch_device, device_reason = pick_device(device, local_rank, local_world_size, world_size, supports_mps)
     torch_dtype, dtype_reason = pick_dtype(dtype, torch_device)
