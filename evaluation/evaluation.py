@@ -91,8 +91,6 @@ class Evaluation:
     def _open_progress(self) -> set[str]:
         """Open the progress files, on rank 0, and return the ids of the problems that are finished."""
         self.progress = Progress(self.folder, self._settings())
-        if warning := self.progress.lock.warning:
-            print(warning, flush=True)
         done = set()
         for problem, _ in self.work.values():
             if line := self.progress.lines.get(problem.id):

@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import write_atomically
-from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.files import lock_directory, write_atomically
 
 PREFIX = "phase3"
 LOCK_SECONDS = 5.0  # how long to wait for the ranks of a run that was killed
@@ -37,7 +36,7 @@ class Progress:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.lock = lock_directory(folder)
+            self.lock = wait_for_lock(folder)
             self.lines = read_lines(folder)
             self._check_settings(settings)
             files = sorted(folder.glob("progress_*.jsonl"))
@@ -89,7 +88,7 @@ class Progress:
         self.lock.close()
 
 
-def lock_directory(folder: Path) -> DirectoryLock:
+def wait_for_lock(folder: Path) -> TextIO:
     """Lock a directory. Wait a little first: the ranks of a run that was killed exit within a second.
 
     Raises:
@@ -98,7 +97,7 @@ def lock_directory(folder: Path) -> DirectoryLock:
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return DirectoryLock(folder, flag="--to")
+            return lock_directory(folder, flag="--to")
         except ConfigError as error:
             if "another run" not in str(error) or time.monotonic() > deadline:
                 raise

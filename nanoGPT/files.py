@@ -1,4 +1,4 @@
-"""Read, check and write files on file systems that may fail.
+"""Read, check and write files, and lock directories, on file systems that may fail.
 
 A file counts as absent only if its path does not exist. Any other read error, such as EIO or ESTALE from a network
 file system, is retried for a few seconds. If it persists, the program stops with one sentence. Files are opened in
@@ -6,6 +6,7 @@ non-blocking mode, so that a FIFO with the name of a file cannot hang a run.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from nanoGPT.errors import ConfigError
 
@@ -183,3 +184,91 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+# ---- the lock of a directory
+
+
+def open_lock_file(folder: Path, flag: str = "--out_dir") -> TextIO:
+    """Create a directory if it does not exist, and open its lock file. This shows that the directory is writable.
+
+    Args:
+        folder: the directory.
+        flag: the flag that names it, for error messages.
+
+    Raises:
+        ConfigError: the directory cannot be created, or is not writable.
+    """
+    path = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(path, "a+")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be opened ({error.strerror}): choose another {flag}, or ask its owner for write access"
+        ) from None
+
+
+def lock_directory(folder: Path, flag: str = "--out_dir") -> TextIO:
+    """Lock a directory against other runs, or print a warning if its file system does not support locks.
+
+    Args:
+        folder, flag: as in `open_lock_file`.
+
+    Returns:
+        The lock file. The operating system releases the lock when the file is closed, or when this process ends.
+
+    Raises:
+        ConfigError: another run holds the lock, or the lock file cannot be opened.
+    """
+    file = open_lock_file(folder, flag)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run is writing into {folder}: wait for it, or choose another {flag}") from None
+    except OSError as error:  # such as ENOSYS or ENOLCK on some network and parallel file systems
+        print(
+            f"the file system of {folder} does not support file locks ({error.strerror}): make sure that no other run "
+            "writes there",
+            flush=True,
+        )
+    return file
+
+
+def is_in_place(lock: TextIO) -> bool:
+    """Return whether a lock file still has its name, because its directory was neither moved nor deleted."""
+    try:
+        return os.path.samestat(retry_reads(Path(lock.name), lambda: os.stat(lock.name)), os.fstat(lock.fileno()))
+    except ABSENT:
+        return False
+
+
+def ensure_locked_directory(lock: TextIO) -> TextIO:
+    """Check that a directory still belongs to this run. If it was moved or deleted, create it again, and lock it.
+
+    Args:
+        lock: from `lock_directory`.
+
+    Returns:
+        The lock file that is now in the directory.
+
+    Raises:
+        ConfigError: another run has created a new directory with this name.
+    """
+    path = Path(lock.name)
+    if is_in_place(lock):
+        return lock
+    if is_present(path):
+        raise ConfigError(
+            f"{path.parent} was moved or deleted, and another run has started there: this run wrote nothing into it; "
+            "use a separate --out_dir for each run"
+        )
+    new_lock = lock_directory(path.parent)
+    lock.seek(0)
+    new_lock.write(lock.read())
+    new_lock.flush()
+    lock.close()
+    print(
+        f"{path.parent} was moved or deleted during the run; it was created again for the next checkpoints", flush=True
+    )
+    return new_lock

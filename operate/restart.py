@@ -16,7 +16,7 @@ from nanoGPT.checkpoint.manifest import read_manifests, step_directories
 from nanoGPT.distributed.environment import environment_number, name_launcher
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection, NonFiniteLoss
-from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.files import lock_directory
 from nanoGPT.job.parse import load_saved_config
 from nanoGPT.job.start import handle_stop_signals
 from nanoGPT.train_config import TrainConfig
@@ -100,7 +100,7 @@ def wait_for_lock(out_dir: Path) -> None:
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         with contextlib.suppress(ConfigError):
-            DirectoryLock(out_dir).close()
+            lock_directory(out_dir).close()
             return
         if time.monotonic() > deadline:
             raise LostConnection(
@@ -115,7 +115,9 @@ def record_job(run: Runtime, out_dir: Path) -> None:
     names = run.gather(name_job())
     if run.lock:
         with contextlib.suppress(OSError):  # the disk may be full
+            run.lock.truncate(0)
             run.lock.write("\n".join(dict.fromkeys([*names, *read_job_lines(out_dir, names), run.token])))
+            run.lock.flush()
 
 
 def count_usable_ranks(config: TrainConfig, ranks: int) -> int:

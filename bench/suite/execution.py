@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 from bench.phases import PHASES, ROOT
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import ABSENT, write_atomically
-from nanoGPT.job.out_dir import DirectoryLock, check_writable
+from nanoGPT.files import ABSENT, lock_directory, write_atomically
 from nanoGPT.job.program import report_errors
 from nanoGPT.job.start import handle_stop_signals
 
@@ -157,10 +155,7 @@ def execute(run: Run, slurm: bool = False) -> dict[str, Any]:
     Raises:
         ConfigError: another program executes the run, or its directory cannot be created.
     """
-    check_writable(run.directory)
-    with closing(DirectoryLock(run.directory)) as lock:
-        if lock.warning:
-            print(lock.warning)
+    with lock_directory(run.directory) as lock:
         if (status := read_status(run.directory))["state"] == "done":
             return status
         run.save()
@@ -172,7 +167,7 @@ def execute(run: Run, slurm: bool = False) -> dict[str, Any]:
             log_start = log.tell()
             streams: dict[str, Any] = {"stdout": log, "stderr": log}
             # A run that outlives this program still has the lock.
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=(lock.file.fileno(),), **streams)
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=(lock.fileno(),), **streams)
             stop_reasons = wait_for_exit(process, 60 * run.minutes)
         output = (run.directory / "log.txt").read_bytes()[log_start:].decode(errors="replace")
         state, reason = classify_exit(run, process.returncode, stop_reasons[0] if stop_reasons else "", output)

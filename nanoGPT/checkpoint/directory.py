@@ -45,7 +45,7 @@ from nanoGPT.checkpoint.manifest import (
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, SaveError
-from nanoGPT.files import is_present, remove, size_of, unique_name
+from nanoGPT.files import ensure_locked_directory, is_in_place, is_present, remove, size_of, unique_name
 from nanoGPT.train_config import StepChoice
 
 
@@ -175,8 +175,8 @@ class CheckpointDirectory:
             ConfigError: the directory, or the checkpoint of this step, belongs to another run.
             DamagedCheckpoint: the manifest of this step is damaged.
         """
-        if self.run.lock and (warning := self.run.lock.ensure_directory()):
-            self.run.print0(warning)
+        if self.run.lock:
+            self.run.lock = ensure_locked_directory(self.run.lock)
         self.root.mkdir(exist_ok=True)
         for path in step_directories(self.root.parent):
             if int(path.name[5:]) > self.chosen_step:
@@ -288,6 +288,6 @@ class CheckpointDirectory:
                         complete.append(manifest)
             for path in old:
                 is_best = int(path.name[5:]) == complete[0].get("best_step")
-                if not is_best and (not self.run.lock or self.run.lock.is_ours()):
+                if not is_best and (not self.run.lock or is_in_place(self.run.lock)):
                     # A kill during the deletion must not leave an incomplete `step-*` directory.
                     remove(path.rename(self.root / f".tmp-old-{path.name}"))

@@ -94,7 +94,7 @@ class Runtime:
         wants_save: whether this rank shall save soon.
         is_stopping: whether any rank shall stop, as of the last `exchange_requests`.
         observers: the observers of the run.
-        lock: the `DirectoryLock` on out_dir; only on rank 0, while the run uses the directory.
+        lock: the lock file of out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
         group: the process group of `any` and `gather`; None: the default group.
         end_callbacks: called on every rank when training has ended.

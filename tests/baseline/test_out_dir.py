@@ -13,7 +13,7 @@ import torch
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import read_manifest
 from nanoGPT.errors import ConfigError, SaveError
-from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.files import ensure_locked_directory, lock_directory
 from tests.helpers.checkpoints import CPU, OneRank, list_names, write_bytes
 from tests.helpers.training import tiny
 from workshop.ranks import losses, run_on_ranks
@@ -22,7 +22,7 @@ from workshop.ranks import losses, run_on_ranks
 def start_run(out: Path) -> CheckpointDirectory:
     """Start a run of one rank that has the lock of its directory, as `nanoGPT.distributed.runtime.start` does."""
     out.mkdir(exist_ok=True)
-    return CheckpointDirectory(str(out), OneRank(0, 0, 1, 1, CPU, torch.float32, lock=DirectoryLock(out)), 3)
+    return CheckpointDirectory(str(out), OneRank(0, 0, 1, 1, CPU, torch.float32, lock=lock_directory(out)), 3)
 
 
 def save(run: CheckpointDirectory, *steps: int) -> None:
@@ -93,7 +93,7 @@ def test_a_save_fails_if_another_run_has_saved_the_same_step(tmp_path):
 
 
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
-def test_a_file_system_without_locks_is_only_a_warning(error, tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_only_a_warning(error, tmp_path, monkeypatch, capsys):
     """Only EWOULDBLOCK means that another run has the lock. Any other error becomes a warning, and the run
     continues."""
 
@@ -101,13 +101,14 @@ def test_a_file_system_without_locks_is_only_a_warning(error, tmp_path, monkeypa
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    lock = DirectoryLock(tmp_path)
-    assert "does not support file locks" in lock.warning and os.strerror(error) in lock.warning
-    assert lock.is_ours() and lock.ensure_directory() is None
+    lock = lock_directory(tmp_path)
+    warning = capsys.readouterr().out
+    assert "does not support file locks" in warning and os.strerror(error) in warning
+    assert ensure_locked_directory(lock) is lock
 
 
 def test_a_lock_that_cannot_be_opened_is_refused(tmp_path):
     """If the lock file is a directory or belongs to another user, the run is refused with one error."""
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ConfigError, match="cannot be opened .*ask its owner"):
-        DirectoryLock(tmp_path)
+        lock_directory(tmp_path)

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from bench.suite.metrics import read_metric
 from bench.suite.report import group_runs, write_report
 from bench.suite.suite import SuiteConfig, build_runs, main
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.files import lock_directory
 from tests.helpers.programs import DEADLINE, Program, run_program, wait_until
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT
@@ -77,7 +76,7 @@ def read_states(directory: Path) -> dict[str, str]:
 
 def is_unlocked(directory: Path) -> bool:
     try:
-        DirectoryLock(directory).close()
+        lock_directory(directory).close()
         return True
     except ConfigError:
         return False
@@ -142,7 +141,7 @@ def test_a_run_is_executed_only_once(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "wait", lambda *words: ((tmp_path / "waits").touch(), wait(*words))[1])
     monkeypatch.setattr("bench.suite.execution.build_command", lambda *_: ["bash", "-c", stub])
     run.directory.mkdir()
-    with closing(DirectoryLock(run.directory)), pytest.raises(ConfigError, match="another run is writing into"):
+    with lock_directory(run.directory), pytest.raises(ConfigError, match="another run is writing into"):
         execute(run)
     assert not (run.directory / "status.json").exists()
     status = execute(run)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.errors import LostConnection
-from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.files import lock_directory
 from operate import restart
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
 from operate.restart import count_usable_ranks
@@ -134,14 +134,14 @@ def test_a_run_never_has_two_writers(tmp_path, monkeypatch):
     beats.record({"one": "7", "two": "3"}, 100.0)
     beats.record({"one": "8", "two": "3"}, 101.0 + LOST_SECONDS)
     assert beats.count_alive(101.0) == 2 and beats.count_alive(101.0 + LOST_SECONDS) == 1
-    earlier = DirectoryLock(tmp_path)
+    earlier = lock_directory(tmp_path)
     monkeypatch.setattr(restart, "LOCK_SECONDS", 0.0)
     with pytest.raises(LostConnection, match="ranks of an earlier start of this job still write into"):
         restart.wait_for_lock(tmp_path)
     monkeypatch.setattr(restart, "LOCK_SECONDS", 30.0)
     threading.Timer(0.2, earlier.close).start()
     restart.wait_for_lock(tmp_path)
-    assert earlier.file.closed
+    assert earlier.closed
 
 
 def test_a_node_that_cannot_start_says_why(tmp_path):

@@ -16,7 +16,7 @@ from bench.matrix.cells import matches_formula, run_cell
 from nanoGPT.checkpoint.manifest import NewFiles
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.out_dir import DirectoryLock
+from nanoGPT.files import lock_directory
 from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import allocate_state
@@ -269,7 +269,7 @@ def test_evaluate_reads_checkpoints_of_other_phases(tmp_path, capsys):
     logged = read_metric(tmp_path, "val_loss")[2]
     config = parse(EvaluateConfig, [f"--out_dir={tmp_path}", "--device=cpu"], ROOT / "phase3_fsdp" / "evaluate.py")
     assert config.optimizer == "muon"
-    lock, before = DirectoryLock(tmp_path), {*tmp_path.rglob("*")}
+    lock, before = lock_directory(tmp_path), {*tmp_path.rglob("*")}
     assert run_on_ranks(evaluate_weights, 3, config) == pytest.approx([logged] * 3, abs=1e-6)
     assert {*tmp_path.rglob("*")} == before
     lock.close()
