@@ -19,6 +19,7 @@ from nanoGPT.checkpoint import directory as checkpoint
 from nanoGPT.checkpoint import manifest as writer
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.files import write_atomically
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import allocate_state, configure_optimizer
 from operate.ranks import run_on_ranks, start_ranks
@@ -120,12 +121,12 @@ def kill_after(function: Callable[..., Any], when: Callable[..., bool] = lambda 
     return run
 
 
-def write_half_of_manifest(path: Path, text: str) -> None:
+def write_half_of_manifest(path: Path, content: bytes) -> None:
     """Write the first half of the manifest, then kill this process; write every other file normally."""
     if path.name == "manifest.json":
-        path.write_text(text[: len(text) // 2])
+        path.write_bytes(content[: len(content) // 2])
         kill_self()
-    writer.write_and_sync(path, text)
+    write_atomically(path, content)
 
 
 def arm_kill(point: str) -> None:
@@ -134,8 +135,11 @@ def arm_kill(point: str) -> None:
     def is_final_rename(path: Path, to: Path) -> bool:
         return to.name.startswith("step-")
 
-    def is_manifest(path: Path, _: str) -> bool:
+    def is_manifest(path: Path, _: bytes) -> bool:
         return path.name == "manifest.json"
+
+    def is_latest(_: Path, to: Path) -> bool:
+        return to.name == "LATEST"
 
     files, path = writer.HashedFile, Path
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -144,14 +148,14 @@ def arm_kill(point: str) -> None:
         "after it closes a file": (files, "close", kill_after(files.close)),
         "before it writes the manifest": (
             checkpoint,
-            "write_and_sync",
-            kill_before(writer.write_and_sync, is_manifest),
+            "write_atomically",
+            kill_before(write_atomically, is_manifest),
         ),
-        "while it writes the manifest": (checkpoint, "write_and_sync", write_half_of_manifest),
+        "while it writes the manifest": (checkpoint, "write_atomically", write_half_of_manifest),
         "before the final rename": (path, "rename", kill_before(path.rename, is_final_rename)),
         "after the final rename": (path, "rename", kill_after(path.rename, is_final_rename)),
-        "before it replaces LATEST": (os, "replace", kill_before(os.replace)),
-        "after it replaces LATEST": (os, "replace", kill_after(os.replace)),
+        "before it replaces LATEST": (os, "replace", kill_before(os.replace, is_latest)),
+        "after it replaces LATEST": (os, "replace", kill_after(os.replace, is_latest)),
         "while it deletes an old checkpoint": (
             shutil,
             "rmtree",

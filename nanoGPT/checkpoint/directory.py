@@ -18,7 +18,6 @@ of this happens in another thread, while training continues; training waits only
 import contextlib
 import itertools
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -40,12 +39,19 @@ from nanoGPT.checkpoint.manifest import (
     read_manifests,
     serialize_manifest,
     step_directories,
-    write_and_sync,
 )
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, SaveError
-from nanoGPT.files import ensure_locked_directory, is_in_place, is_present, remove, size_of, unique_name
+from nanoGPT.files import (
+    ensure_locked_directory,
+    is_in_place,
+    is_present,
+    remove,
+    size_of,
+    unique_name,
+    write_atomically,
+)
 from nanoGPT.train_config import StepChoice
 
 
@@ -188,8 +194,7 @@ class CheckpointDirectory:
         manifest = read_manifest(final)
         if manifest.get("best_val_loss") != (best := fields.get("best_val_loss")):
             updated = serialize_manifest(self._add_best_step({**manifest, "best_val_loss": best}))
-            write_and_sync(self.root / ".tmp-manifest", updated)
-            os.replace(self.root / ".tmp-manifest", final / "manifest.json")
+            write_atomically(final / "manifest.json", updated.encode())
             fsync_path(final)
         return True
 
@@ -260,13 +265,12 @@ class CheckpointDirectory:
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest, and rename the directory to its final name."""
-        write_and_sync(temporary / "manifest.json", serialize_manifest(manifest))
+        write_atomically(temporary / "manifest.json", serialize_manifest(manifest).encode())
         fsync_path(temporary)
         temporary.rename(final)
         fsync_path(self.root)
         with contextlib.suppress(OSError):  # the checkpoint is complete, and a resume does not need LATEST
-            write_and_sync(self.root / ".tmp-LATEST", final.name + "\n")
-            os.replace(self.root / ".tmp-LATEST", self.root / "LATEST")
+            write_atomically(self.root / "LATEST", f"{final.name}\n".encode())
 
     def _delete_old(self) -> None:
         """Delete every checkpoint that is older than the `keep_checkpoints` newest complete ones, except the best one.

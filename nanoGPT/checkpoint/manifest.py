@@ -277,14 +277,6 @@ class NewFiles:
         return [{"name": name, "size": f.size, "sha256": f.digest.hexdigest()} for name, f in self.files.items()]
 
 
-def write_and_sync(path: Path, text: str) -> None:
-    """Write a text file, and flush it to the disk."""
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def fsync_path(path: Path) -> None:
     """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -156,12 +157,16 @@ def test_a_checkpoint_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
     """A save flushes its files, the manifest and their directory, in this order, and then renames the directory. It
     flushes the rename before it writes LATEST."""
     calls, fsync, rename = [], os.fsync, Path.rename
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (calls.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd))
-    )
+
+    def record_name(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        calls.append(re.sub("^[.]tmp-[0-9a-f]{16}-", "", name))  # of `write_atomically`
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_name)
     monkeypatch.setattr(Path, "rename", lambda path, to: (calls.append("rename"), rename(path, to))[1])
     make_directory(tmp_path).save(1, write_bytes(b"x"), {})
-    assert calls == ["payload", "manifest.json", ".tmp-step-00000001", "rename", "checkpoints", ".tmp-LATEST"]
+    assert calls == ["payload", "manifest.json", ".tmp-step-00000001", "rename", "checkpoints", "LATEST"]
 
 
 def test_verify_checkpoint_reports_complete_and_damaged_checkpoints(tmp_path):

@@ -58,7 +58,7 @@ EXERCISES = [
         title="Publish a checkpoint",
         targets=("nanoGPT.checkpoint.directory:CheckpointDirectory._publish",),
         task="""All ranks have written and flushed their files into the directory `temporary`. Write the manifest
-        with write_and_sync and serialize_manifest, and give the directory its final name, so that a kill at any
+        with write_atomically and serialize_manifest, and give the directory its final name, so that a kill at any
         moment leaves either a complete checkpoint or none. fsync_path flushes a directory. At the end, replace the
         file LATEST, which is optional: a resume does not need it.""",
         minutes=15,
@@ -72,9 +72,9 @@ EXERCISES = [
                 (
                     ("    fsync_path(temporary)\n    temporary.rename(final)\n", ""),
                     (
-                        '    write_and_sync(temporary / "manifest.json", serialize_manifest(manifest))\n',
+                        '    write_atomically(temporary / "manifest.json", serialize_manifest(manifest).encode())\n',
                         "    fsync_path(temporary)\n    temporary.rename(final)\n"
-                        '    write_and_sync(final / "manifest.json", serialize_manifest(manifest))\n',
+                        '    write_atomically(final / "manifest.json", serialize_manifest(manifest).encode())\n',
                     ),
                 ),
                 "The rename must be the last step",

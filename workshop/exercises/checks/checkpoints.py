@@ -156,15 +156,15 @@ def check_publication(answer: ModuleType, _: Any) -> None:
         root: Path = checkpoints.root
         temporary, final = root / ".tmp-step-00000007", root / "step-00000007"
         temporary.mkdir()
-        originals = {name: getattr(directories, name) for name in ("write_and_sync", "fsync_path")}
+        original_fsync = directories.fsync_path
 
-        def write_and_sync(path: Path, text: str) -> None:
+        def write_atomically(path: Path, content: bytes) -> None:
             events.append(f"write {path.name}")
-            originals["write_and_sync"](path, text)
+            path.write_bytes(content)
 
         def fsync_path(path: Path) -> None:
             events.append(f"fsync {path.name}")
-            originals["fsync_path"](path)
+            original_fsync(path)
 
         rename = os.rename
 
@@ -172,7 +172,7 @@ def check_publication(answer: ModuleType, _: Any) -> None:
             events.append(f"rename {Path(source).name}")
             rename(source, target)
 
-        replaced = {"write_and_sync": write_and_sync, "fsync_path": fsync_path}
+        replaced = {"write_atomically": write_atomically, "fsync_path": fsync_path}
         for name, function in replaced.items():
             setattr(directories, name, function)
             setattr(answer, name, function)
