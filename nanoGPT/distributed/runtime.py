@@ -23,49 +23,9 @@ from nanoGPT.observers import Observers
 
 T = TypeVar("T")
 
-PERIOD_SECONDS = 1.0  # between two exchanges of requests to stop or to save
-MAX_STEPS = 32  # a bound for the delay of a request if steps suddenly become slow
+MAX_STEPS = 32  # between two exchanges of requests: a bound for the delay if steps suddenly become slow
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class RequestClock:
-    """Counts steps until the next exchange of requests. All ranks have the same count.
-
-    Ranks receive a signal at different moments, but all of them must stop after the same step. They agree with one
-    small all-reduce. An exchange after every step would delay short steps. The ranks exchange the time of a step, too.
-    Each of them computes the next count from the time of the slowest rank.
-
-    Args:
-        read_clock: returns seconds; a test may pass its own clock.
-    """
-
-    def __init__(self, read_clock: Callable[[], float] = time.monotonic) -> None:
-        self.read_clock, self.last_exchange = read_clock, read_clock()
-        self.steps = 1  # between the last exchange and the next one
-        self.steps_left = 1
-
-    def is_due(self) -> bool:
-        """Count a step. Return whether the ranks exchange their requests after it; the same on all ranks."""
-        self.steps_left -= 1
-        return self.steps_left == 0
-
-    def microseconds_per_step(self) -> int:
-        """Return the mean time of a step of this rank since the last exchange, and begin a new period."""
-        now = self.read_clock()
-        seconds, self.last_exchange = now - self.last_exchange, now
-        return round(1e6 * seconds / self.steps)
-
-    def schedule(self, microseconds_per_step: int) -> None:
-        """Set the number of steps until the next exchange: as many as take PERIOD_SECONDS, at most MAX_STEPS.
-
-        The number at most doubles, because the first steps of a run are often not typical.
-
-        Args:
-            microseconds_per_step: of the slowest rank.
-        """
-        steps = int(1e6 * PERIOD_SECONDS / max(microseconds_per_step, 1))
-        self.steps = self.steps_left = max(1, min(steps, 2 * self.steps, MAX_STEPS))
 
 
 @dataclass
@@ -101,7 +61,9 @@ class Runtime:
         timeout: how long a collective of `group` may take; None: torch's default.
         token: random identity of this start of the job, the same on all ranks.
         progress: shared with the Runtimes that `with_own_group` returns.
-        request_clock: counts steps until the next exchange in `exchange_requests`.
+        last_exchange: time of the last exchange in `exchange_requests`, in seconds.
+        exchange_period: number of steps between the last exchange and the next one.
+        steps_to_exchange: number of these steps that are left.
     """
 
     rank: int
@@ -122,7 +84,9 @@ class Runtime:
     timeout: datetime.timedelta | None = None
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     progress: Progress = field(default_factory=Progress)
-    request_clock: RequestClock = field(default_factory=RequestClock)
+    last_exchange: float = field(default_factory=time.monotonic)
+    exchange_period: int = 1
+    steps_to_exchange: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -232,15 +196,23 @@ class Runtime:
         """Return whether training should stop, and whether it should save. Call it after every step, on all ranks.
 
         The result is the same on all ranks. Training stops if a signal or an observer has asked any rank to stop. It
-        saves before it stops, and if a save is due on any rank. The ranks communicate about once a second
-        (`RequestClock`), so a request may take effect a few steps later.
+        saves before it stops, and if a save is due on any rank.
+
+        Ranks receive a signal at different moments, but all of them must stop after the same step. They agree with one
+        small all-reduce. After every step, it would delay short steps, so the ranks communicate about once a second.
+        They count the steps that take one second on the slowest rank. The number at most doubles, because the first
+        steps of a run are often not typical. A request may therefore take effect a few steps later.
         """
-        if not (self.world_size == 1 or self.request_clock.is_due()):
+        self.steps_to_exchange -= 1
+        if self.steps_to_exchange > 0 and self.world_size > 1:
             return False, False
-        time_of_step = self.request_clock.microseconds_per_step()
-        wants_save, self.wants_save = self.wants_save, False
-        stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or wants_save, time_of_step)
-        self.request_clock.schedule(slowest)
+        now = time.monotonic()
+        microseconds_per_step = round(1e6 * (now - self.last_exchange) / self.exchange_period)
+        wants_save, self.wants_save, self.last_exchange = self.wants_save, False, now
+        stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or wants_save, microseconds_per_step)
+        steps_per_second = 10**6 // max(slowest, 1)
+        self.exchange_period = max(1, min(steps_per_second, 2 * self.exchange_period, MAX_STEPS))
+        self.steps_to_exchange = self.exchange_period
         self.is_stopping = bool(stops)
         return self.is_stopping, bool(stops or saves)
 

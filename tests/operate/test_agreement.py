@@ -1,11 +1,13 @@
 """Ranks and nodes that disagree or cannot start: every one prints the reason and exits before training starts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from measure.ledger import CollectiveCounter
-from nanoGPT.distributed.runtime import RequestClock, create_runtime
+from nanoGPT.distributed import runtime
+from nanoGPT.distributed.runtime import create_runtime
 from operate import run_description
 from operate.agreement import find_disagreement
 from operate.run_description import describe_run
@@ -176,7 +178,8 @@ def test_a_node_that_does_not_connect_is_named(tmp_path):
 def stop_on_a_signal(signal_step: int) -> tuple[list[int], int]:
     """Run 100 steps: rank 1 has the slowest steps, and receives the signal. Return the exchanges and the last step."""
     run, now, exchanges = create_runtime("cpu", "float32"), 0.0, []
-    run.request_clock = RequestClock(lambda: now)
+    runtime.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[assignment]
+    run.last_exchange = now
     for step in range(100):
         now += 0.2 if run.rank == 1 else 0.01
         if step == signal_step and run.rank == 1:
