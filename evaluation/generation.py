@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.model import KVCache
+from nanoGPT.sample import KVCache
 
 CACHE_STEP = 64  # tokens by which a cache grows at least
 

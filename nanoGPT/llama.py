@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from nanoGPT import observers
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT, Attention, KVCache, ModelConfig
+from nanoGPT.model import GPT, Attention, Cache, ModelConfig
 
 
 @dataclass
@@ -218,7 +218,7 @@ class LlamaAttention(Attention):
         self.rope_theta, self.block_size, self.dropout = config.rope_theta, config.block_size, config.dropout
         self.queries_per_key = config.n_head // kv_heads
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         B, T, _ = x.size()
         q = self.q_proj(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh, T, hs); nh: the heads of this rank
         k = self.k_proj(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nkv, T, hs)
@@ -255,7 +255,7 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -119,35 +119,7 @@ class GPTConfig(ModelConfig):
         return 6 * params + 12 * self.n_layer * self.n_embd * self.block_size
 
 
-class KVCache:
-    """Keys and values of all tokens so far, for one layer: two (B, nh, block_size, hs) tensors.
-
-    Attributes:
-        length: number of tokens so far.
-        first_position: the position of the next token: `length`, or (B, 1) positions if sequences differ in length.
-        mask: bool, (B, 1, T, T so far), True where a token may attend; None if all sequences have the same length.
-    """
-
-    mask: Tensor | None = None
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.length = 0
-
-    @property
-    def first_position(self) -> "int | Tensor":
-        return self.length
-
-    def extend(self, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        """Append (B, nh, T, hs) keys and values, and return those of all tokens so far."""
-        if self.keys is None or self.values is None:
-            shape = (k.size(0), k.size(1), block_size, k.size(3))
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
-        end = self.length + k.size(2)
-        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+Cache = Any  # the keys and values of earlier tokens, for one layer: see KVCache in nanoGPT/sample.py
 
 
 class Attention(nn.Module):
@@ -155,7 +127,7 @@ class Attention(nn.Module):
 
     dropout: float
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None) -> Tensor:
         """Return softmax(q k' / sqrt(hs)) v, (B, nh, T, hs), where each query attends to the keys of earlier tokens.
 
         Args:
@@ -182,7 +154,7 @@ class CausalSelfAttention(Attention):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head, self.block_size, self.dropout = config.n_head, config.block_size, config.dropout
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)
         q = q.view(B, T, -1, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs); nh: the heads of this rank
@@ -215,7 +187,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
@@ -242,7 +214,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = wte.weight
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, caches: list[Cache] | None = None) -> Tensor:
         """Compute the loss, or without targets the logits of the last token.
 
         With targets, it returns only the loss. If it returned the logits too, torch.compile would pass a gradient of
@@ -260,7 +232,7 @@ class GPT(nn.Module):
         x = self.compute_features(idx, caches)  # (B, T, C)
         return self.compute_logits(x[:, [-1]]) if targets is None else self.compute_loss(x, targets)
 
-    def compute_features(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def compute_features(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """Return the output of the last block, (B, T, C), for (B, T) token ids."""
         tokens = idx.size(1) + (caches[0].length if caches else 0)
         if tokens > self.config.block_size:

@@ -23,7 +23,7 @@ from nanoGPT.checkpoint.training_state import load_weights, read_full_state
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.program import command_line, report_errors
-from nanoGPT.model import GPT, KVCache, ModelConfig, make_shape
+from nanoGPT.model import GPT, ModelConfig, make_shape
 from nanoGPT.prepare.meta import TokenizerIdentity
 from nanoGPT.prepare.tokenizer import CharTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
@@ -172,6 +172,37 @@ def validate(config: SampleConfig) -> None:
     for name in ("top_k", "max_new_tokens", "num_samples"):
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use 1 or more")
+
+
+class KVCache:
+    """Keys and values of all tokens so far, for one layer: two (B, nh, block_size, hs) tensors.
+
+    Attributes:
+        length: number of tokens so far.
+        first_position: the position of the next token: `length`, or (B, 1) positions if sequences differ in length.
+        mask: bool, (B, 1, T, T so far), True where a token may attend; None if all sequences have the same length.
+    """
+
+    mask: Tensor | None = None
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.length = 0
+
+    @property
+    def first_position(self) -> "int | Tensor":
+        return self.length
+
+    def extend(self, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """Append (B, nh, T, hs) keys and values, and return those of all tokens so far."""
+        if self.keys is None or self.values is None:
+            shape = (k.size(0), k.size(1), block_size, k.size(3))
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        end = self.length + k.size(2)
+        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 @torch.no_grad()

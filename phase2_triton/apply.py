@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.model import GPT, MLP, Attention, Block, KVCache
+from nanoGPT.model import GPT, MLP, Attention, Block, Cache
 from nanoGPT.optim import configure_optimizer, param_groups
 from nanoGPT.train_config import TrainConfig
 from phase2_triton.changes import find_change
@@ -177,7 +177,7 @@ class KernelLayerNorm(nn.LayerNorm):
 class KernelAttention(Attention):
     """The `attention` kernel, for full sequences. Generation with a cache uses torch's attention."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None) -> Tensor:
         if cache is not None:
             return super().attend(q, k, v, cache)
         return causal_attention(q, k, v, self.dropout if self.training else 0.0)
@@ -194,7 +194,7 @@ class KernelMLP(MLP):
 class KernelBlock(Block):
     """The `layernorm` kernel in a block: `ln_2` also adds the attention's result to the residual stream."""
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         norm = self.ln_2
         x, h = add_layer_norm(x, self.attn(self.ln_1(x), cache), norm.weight, norm.bias, norm.eps)
         return x + self.mlp(h)

@@ -14,7 +14,7 @@ from nanoGPT.checkpoint.starting_point import check_model, read_weights
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.llama import LlamaConfig
-from nanoGPT.model import KVCache, make_shape
+from nanoGPT.model import make_shape
 from nanoGPT.observers import add_flags
 from nanoGPT.train_config import TrainConfig, validate
 from phase2_triton.apply import apply_kernels
@@ -100,7 +100,7 @@ def test_a_cache_gives_the_same_logits():
     """Token by token with a cache, and for sequences of different lengths, the logits are those of full sequences."""
     model = make_llama()
     expected = model.compute_logits(model.compute_features(IDX))
-    caches = [KVCache() for _ in model.blocks]
+    caches = [sample.KVCache() for _ in model.blocks]
     parts = [model(IDX[:, :4], caches=caches)] + [model(IDX[:, [i]], caches=caches) for i in range(4, 10)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected[:, 3:])
 
