@@ -348,14 +348,14 @@ def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> Tra
     """
     config_class: type[TrainConfig] = load_trainer(trainer).Config
     if meeting.node.node_rank == 0:
-        from_files = read_config_files(config_class, arguments, trainer)
+        from_files = read_config_files(arguments, trainer)
         config = parse(config_class, arguments, trainer, meeting.node.world_size, from_files)
         meeting.open(config.timeout)
         meeting.publish("config files", from_files)
         meeting.compare_gpus()
         return config
     ranks = meeting.node.world_size
-    config = parse(config_class, arguments, trainer, ranks, file_values={})  # reports a misspelt flag before they meet
+    config = parse(config_class, arguments, trainer, ranks, from_files={})  # reports a misspelt flag before they meet
     meeting.open(config.timeout)
     (from_node_0,) = meeting.fetch("config files", [0])
     if from_node_0 is None:

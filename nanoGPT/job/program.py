@@ -5,7 +5,6 @@ each of these cases, and output that cannot be printed is dropped.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import io
 import os
@@ -17,70 +16,92 @@ from typing import IO, Any, Literal, get_args, get_origin, get_type_hints
 
 from nanoGPT.errors import ConfigError, did_you_mean
 
+HELP = {"--help", "-h"}
+Texts = dict[str, list[str | None]]  # the values of each flag, by its name; None: a flag without a value
 
-def command_line(target: Any, arguments: list[str], source: str = "", default: Any = None) -> Any:
+
+def command_line(target: Any, arguments: list[str]) -> Any:
     """Parse a command line, and create a dataclass or call a function with the values.
 
     Args:
         target: the dataclass or the function. Its parameters are the flags.
         arguments: the command line without the program's name. `--flag` without a value sets a bool to True.
-        source: text to put before an error message, such as the name of a config file.
-        default: an object of the dataclass whose values apply where the command line has none.
 
     Raises:
         ConfigError: a flag is unknown or missing, or a value has the wrong type.
         SystemExit: with code 0 for `--help`.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print_help(target, default)
-    try:
-        values = read_values(target, arguments)
-        for parameter in inspect.signature(target).parameters.values():
-            if default is None and parameter.default is parameter.empty and parameter.name not in values:
-                raise ConfigError(f"--{parameter.name} is missing: add --{parameter.name}=VALUE; --help describes it")
-    except ConfigError as error:
-        raise ConfigError(source + str(error)) from None
-    return target(**values) if default is None else dataclasses.replace(default, **values)
+    if HELP & {*arguments}:
+        print_help(target)
+    values = convert_texts(target, collect_flags(join_flag_values(arguments)))
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in values:
+            raise ConfigError(f"--{parameter.name} is missing: add --{parameter.name}=VALUE; --help describes it")
+    return target(**values)
 
 
-def print_help(target: Any, default: Any) -> None:
-    """Print the flags of a dataclass or a function, with their docstrings, and exit with code 0."""
+def print_help(target: Any, default: Any = None) -> None:
+    """Print the flags of a dataclass or a function, with their docstrings, and exit with code 0.
+
+    Args:
+        target: the dataclass or the function.
+        default: an object of the dataclass with the defaults to print; None: those of the dataclass.
+    """
     import tyro  # here, because it is slow, and because a GPU machine without it can still run the programs
 
     options = {} if default is None else {"default": default}
     tyro.cli(target, args=["--help"], config=(tyro.conf.FlagConversionOff,), use_underscores=True, **options)
 
 
-def read_values(target: Any, arguments: list[str]) -> dict[str, Any]:
-    """Return the values of the flags by name. A flag of a tuple may occur several times; of others, the last counts.
+def collect_flags(words: list[str]) -> Texts:
+    """Return the values of each flag of a command line, as text and by name.
 
     Raises:
-        ConfigError: a flag is unknown or has no value, or the value has the wrong type.
+        ConfigError: a word is not a flag.
     """
-    hints, values = get_type_hints(target), dict[str, Any]()
-    names = [*inspect.signature(target).parameters]
-    for argument in join_flag_values(arguments):
-        flag, equals, text = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
+    texts: Texts = {}
+    for word in words:
+        flag, equals, text = word.partition("=")
         if not flag.startswith("--"):
-            raise ConfigError(f"{argument} is not a flag: write --name=value; --help lists all flags")
+            raise ConfigError(f"{word} is not a flag: write --name=value; --help lists all flags")
+        texts.setdefault(flag.removeprefix("--").replace("-", "_"), []).append(text if equals else None)
+    return texts
+
+
+def convert_texts(target: Any, texts: Texts) -> dict[str, Any]:
+    """Return the values of flags in their types. A flag of a tuple has all its values; of others, the last counts.
+
+    Args:
+        target: the dataclass or the function whose parameters are the flags.
+        texts: the values as text.
+
+    Raises:
+        ConfigError: a flag is unknown or has no value, or a value has the wrong type.
+    """
+    hints, names, values = get_type_hints(target), [*inspect.signature(target).parameters], dict[str, Any]()
+    for name, parts in texts.items():
         if name not in names:
             advice = did_you_mean(name, names, "--") or "; --help lists all flags"
-            raise ConfigError(f"unknown flag {flag}{advice}")
-        if not equals and hints[name] is not bool:
-            raise ConfigError(f"--{name} needs a value: write --{name}=VALUE")
-        is_repeated = get_origin(hints[name]) is tuple
-        value = read_value(name, expand_home(name, text) if equals else "True", hints[name])
-        values[name] = (*values.get(name, ()), *value) if is_repeated else value
+            raise ConfigError(f"unknown flag --{name}{advice}")
+        converted = [read_value(name, text, hints[name]) for text in parts]
+        values[name] = sum(converted, ()) if get_origin(hints[name]) is tuple else converted[-1]
     return values
 
 
-def read_value(name: str, text: str, kind: Any) -> Any:
+def read_value(name: str, text: str | None, kind: Any) -> Any:
     """Return the value of a flag as its type: msgspec reads integers such as 1e6, bools, Literals and unions.
 
+    Args:
+        name: of the flag.
+        text: its value as text; None: it has none, which means True for a bool.
+        kind: the type. A tuple gets this one value.
+
     Raises:
-        ConfigError: the text has another type.
+        ConfigError: there is no text, or it has another type.
     """
+    if text is None and kind is not bool:
+        raise ConfigError(f"--{name} needs a value: write --{name}=VALUE")
+    text = "True" if text is None else expand_home(name, text)
     if text == "None" and types.NoneType in get_args(kind):
         return None
     if not text and (kind is Path or types.NoneType in get_args(kind)):  # a shell variable is not set

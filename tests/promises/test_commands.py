@@ -165,14 +165,14 @@ def check_module(module: str, flags: list[str]) -> None:
             runpy.run_module(module, run_name="__main__")
 
 
-def parse_only(target: Any, arguments: list[str], source: str = "", **options: Any) -> Any:
+def parse_only(target: Any, arguments: list[str]) -> Any:
     """Parse a command line, and raise Parsed in place of a call of the target."""
 
     @functools.wraps(target)
     def stop(*_args: Any, **_values: Any) -> None:
         raise Parsed
 
-    PARSE(target if isinstance(target, type) else stop, arguments, source, **options)
+    PARSE(target if isinstance(target, type) else stop, arguments)
     raise Parsed
 
 
