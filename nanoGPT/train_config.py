@@ -4,6 +4,7 @@ Each phase extends `TrainConfig` with its own fields. `nanoGPT/job/parse.py` cre
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -176,28 +177,15 @@ def find_device_defaults(config_class: type[TrainConfig], world_size: int, on_gp
     return defaults
 
 
-MINIMUMS = {
-    "batch_size": 1,
-    "block_size": 1,
-    "gradient_accumulation_steps": 1,
-    "n_layer": 1,
-    "n_head": 1,
-    "n_embd": 1,
-    "vocab_size": 1,
-    "max_iters": 1,
-    "warmup_iters": 0,
-    "lr_decay_iters": 1,
-    "min_lr": 0,
-    "weight_decay": 0,
-    "grad_clip": 0,
-    "eval_interval": 1,
-    "eval_iters": 1,
-    "log_interval": 1,
-    "keep_checkpoints": 3,
-    "resume_step": 1,
-    "seed": 0,
-}
-MAXIMUMS = {"n_layer": 10_000, "seed": 2**63 - 1, "min_lr": float("inf")}  # of the others: 2**31 - 1
+RANGES: list[tuple[int, float, list[str]]] = [  # a minimum, an exclusive maximum, and the fields with this range
+    (0, 1, ["dropout", "beta1", "beta2"]),
+    (0, math.inf, ["warmup_iters", "min_lr", "weight_decay", "grad_clip", "save_every_minutes"]),
+    (0, 2**63, ["seed"]),
+    (1, 10_001, ["n_layer"]),
+    (1, 2**31, ["batch_size", "block_size", "gradient_accumulation_steps", "n_head", "n_embd", "vocab_size"]),
+    (1, 2**31, ["max_iters", "lr_decay_iters", "eval_interval", "eval_iters", "log_interval", "resume_step"]),
+    (3, 2**31, ["keep_checkpoints"]),
+]
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -205,11 +193,6 @@ C = TypeVar("C", bound=TrainConfig)
 def field_names(config_class: type) -> list[str]:
     """Return the names of the fields of a dataclass."""
     return [field.name for field in dataclasses.fields(config_class)]
-
-
-def is_text(value: str) -> bool:
-    """Return whether a string can be encoded as UTF-8 and passed to the operating system."""
-    return "\0" not in value and value == value.encode("utf-8", "ignore").decode()
 
 
 def validate(config: TrainConfig, world_size: int) -> None:
@@ -248,23 +231,15 @@ def check_ranges(config: TrainConfig) -> None:
     Raises:
         ConfigError: a value is out of range.
     """
-    for name, minimum in MINIMUMS.items():
-        value = getattr(config, name)
-        maximum = MAXIMUMS.get(name, 2**31 - 1)
-        if isinstance(value, int | float) and not minimum <= value <= maximum:
-            valid_values = f"a value from {minimum} to {maximum}" if value > maximum else f"{minimum} or more"
-            raise ConfigError(f"--{name}={value} is out of range: use {valid_values}")
-    for name in ("dropout", "beta1", "beta2"):
-        if not 0 <= getattr(config, name) < 1:
-            raise ConfigError(f"--{name}={getattr(config, name)} is out of range: use a value in [0, 1)")
+    if not 0 < config.learning_rate < math.inf:
+        raise ConfigError(f"--learning_rate={config.learning_rate} is out of range: use a finite value above 0")
+    for minimum, limit, names in RANGES:
+        for name in names:
+            value = getattr(config, name)
+            if isinstance(value, int | float) and not minimum <= value < limit:
+                raise ConfigError(f"--{name}={value} is out of range: use a value in [{minimum}, {limit})")
     if not config.out_dir:
         raise ConfigError("--out_dir= is empty: give a directory, or leave out the flag")
-    if not 0 <= config.save_every_minutes < float("inf"):
-        raise ConfigError(
-            f"--save_every_minutes={config.save_every_minutes} is out of range: use a finite value from 0"
-        )
-    if not 0 < config.learning_rate < float("inf"):
-        raise ConfigError(f"--learning_rate={config.learning_rate} is out of range: use a finite value above 0")
     for name, value in vars(config).items():
-        if isinstance(value, str) and not is_text(value):
+        if isinstance(value, str) and ("\0" in value or value != value.encode("utf-8", "ignore").decode()):
             raise ConfigError(f"--{name}={value!r} is not valid UTF-8 text: use another value")

@@ -9,7 +9,6 @@ resumed run needs only its `--out_dir`.
 
 import dataclasses
 import json
-import math
 import os
 import types
 from collections.abc import Iterable, Mapping
@@ -82,7 +81,7 @@ def parse(
     if source == "resume":
         defaults |= load_saved_config(config_class, out_dir, values.get("resume_step")) | {"init_from": "resume"}
         values["out_dir"] = out_dir
-    if "min_lr" not in values and 0 < values.get("learning_rate", 0) < math.inf:
+    if "learning_rate" in values and "min_lr" not in values:
         before = config_class(**defaults)
         defaults["min_lr"] = values["learning_rate"] * (before.min_lr / before.learning_rate)
     config = config_class(**defaults | values)
