@@ -228,51 +228,39 @@ def add_flags(config_class: type[F], names: str, model: str = "gpt2") -> type[F]
     """Return the configuration class of a trainer with the flags of its observers and of its model.
 
     Args:
-        config_class: of the trainer.
+        config_class: of the trainer. If it has the flags of other observers and of another model, these are replaced.
         names: a value of `--observers`.
         model: a value of `--model`.
 
     Raises:
         ConfigError: two of them have a flag of the same name.
     """
-    trainer_class: Any = config_class
-    return create_config_class(getattr(trainer_class, "trainer_class", trainer_class), names, model)
-
-
-@cache
-def create_config_class(config_class: Any, names: str, model: str) -> Any:
-    """Create the class that `add_flags` returns. Equal arguments return the same class."""
+    trainer_class: Any = getattr(config_class, "trainer_class", config_class)
     modules = [find_architecture(model), *find_modules(names)]
     parts = [module.Flags for module in modules if hasattr(module, "Flags")]
     owners: dict[str, type] = {}
-    for part in (config_class, *parts):
+    for part in (trainer_class, *parts):
         if not issubclass(part, Flags):
             raise ConfigError(f"{part.__module__}.Flags does not extend Flags: write `class Flags(observers.Flags)`")
         for field in dataclasses.fields(part):
             if owners.setdefault(field.name, part) is not part:
                 raise ConfigError(f"{part.__module__} has a flag --{field.name}, which exists already: rename it there")
     if not parts:
-        return config_class
+        return trainer_class
 
     def check(config: Any, world_size: int) -> None:
-        for part in (*parts, config_class):
+        for part in (*parts, trainer_class):
             part.check(config, world_size)
 
     namespace = {
         "check": check,
-        "trainer_class": config_class,
-        "flag_owners": (names, model),
-        "__reduce__": reduce_config,
-        "__module__": config_class.__module__,
+        "trainer_class": trainer_class,
+        "__reduce__": lambda config: (create_config, (trainer_class, names, model, vars(config))),
+        "__module__": trainer_class.__module__,
     }
-    return dataclasses.make_dataclass(config_class.__name__, [], bases=(*parts, config_class), namespace=namespace)
-
-
-def reduce_config(config: Any) -> tuple[Any, ...]:
-    """Return how to pickle a configuration whose class `add_flags` has created."""
-    return create_config, (config.trainer_class, *config.flag_owners, vars(config))
+    return dataclasses.make_dataclass(trainer_class.__name__, [], bases=(*parts, trainer_class), namespace=namespace)
 
 
 def create_config(config_class: type[F], names: str, model: str, values: dict[str, Any]) -> F:
-    """Return a configuration with the flags of these observers and of this model."""
+    """Return a configuration with the flags of these observers and of this model, to unpickle it."""
     return add_flags(config_class, names, model)(**values)

@@ -118,9 +118,7 @@ def package_of(config_class: type[TrainConfig]) -> str:
 
     The directory of the trainer can have any name in a copy of a phase.
     """
-    trainer_class: Any = config_class
-    trainer_class = getattr(trainer_class, "trainer_class", trainer_class)  # without the flags of observers
-    modules = [each.__module__ for each in trainer_class.__mro__]
+    modules = [each.__module__ for each in config_class.__mro__ if issubclass(each, TrainConfig)]
     return next(module.split(".")[0] for module in modules if module != "__main__")
 
 
