@@ -25,6 +25,7 @@ from nanoGPT.job.start import listen_for_signals, report_job_errors
 from nanoGPT.observers import Flags
 from nanoGPT.sample import choose_run
 from operate.agreement import check_agreement
+from operate.connection import prepare_connection
 from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals
 from operate.nodes import NodeConfig
 from operate.out_of_memory import is_out_of_memory
@@ -125,6 +126,7 @@ def solve(config: SolveConfig) -> int:
     description |= {f"the version of {name}": find_version(name) for name in ("torch", "transformers")}
     if not torch.distributed.is_initialized():
         run.timeout = Flags().timeout
+        prepare_connection(run.device, run.timeout)
         join_process_group(run)
         check_agreement(run, description)
     listen_for_signals(run)

@@ -15,15 +15,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from measure.memory_limits import check_memory
 from nanoGPT import observers
 from nanoGPT.distributed.environment import environment_number
-from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError, DivergedRanks, RunError, blames_peer
 from operate.agreement import check_agreement
+from operate.connection import prepare_connection
 from operate.credentials import check_credentials
 from operate.device_progress import DeviceProgress, watch_device
 from operate.heartbeat import HeartbeatThread, write_collectives
@@ -87,13 +89,16 @@ class Observer(observers.Observer):
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)  # torch reads it at the first collective
 
     def prepare(self) -> None:
-        """Exclude spare ranks, watch the launcher, and check memory and credentials."""
+        """Exclude spare ranks, watch the launcher, check memory and credentials, and prepare the connection."""
         exclude_spare_ranks(self.config)
         watch_launcher()
         ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
         check_memory(self.config, ranks, local_ranks)
         if environment_number("RANK") == 0:
             check_credentials(self.flags.track)
+        if not dist.is_initialized():  # a notebook or a test may have created the process group already
+            device, _ = pick_device(self.config.device, 0, local_ranks, ranks, self.config.supports_mps)
+            prepare_connection(device, self.config.timeout)
 
     def configure(self, run: Runtime) -> None:
         """Continue a job that was restarted."""

@@ -62,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     import torch._inductor.config
 
-    from nanoGPT.distributed.process_group import use_batch_scheduling
     from operate import ranks
+    from operate.connection import use_batch_scheduling
     from tests.helpers.forking import start_rank_server
     from tests.helpers.programs import DEADLINE
 

@@ -6,13 +6,10 @@ import os
 import socket
 import struct
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from nanoGPT.distributed.environment import count_cores, environment_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, LostConnection
 
@@ -34,8 +31,6 @@ def join_process_group(run: Runtime) -> None:
         ConfigError: the address is missing or wrong, or the port is in use.
         LostConnection: not all ranks came in time, or the connection to one was lost.
     """
-    if run.device.type == "cpu" and run.local_world_size > count_cores():
-        use_batch_scheduling()
     backend, device_id = ("cpu:gloo,cuda:nccl", run.device) if run.device.type == "cuda" else ("gloo", None)
     options: dict[str, Any] = {"timeout": run.timeout, "device_id": device_id}
     if run.world_size == 1:
@@ -49,8 +44,9 @@ def join_process_group(run: Runtime) -> None:
         )
     choose_interface(run)
     try:
-        with open_store(run) as store:
-            dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, **options)
+        store, _, _ = next(dist.rendezvous("env://", run.rank, run.world_size, timeout=run.timeout))
+        store = dist.PrefixStore(os.environ.get("NANOGPT_STORE_PREFIX", ""), store)  # which a restart needs (`operate`)
+        dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, **options)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free port") from None
@@ -58,59 +54,6 @@ def join_process_group(run: Runtime) -> None:
             f"the {run.world_size} ranks did not meet at {address}:{port} within {run.timeout} "
             f"({str(error).splitlines()[0]}): start all nodes, and check the output of the node of rank 0"
         ) from None
-
-
-def use_batch_scheduling() -> None:
-    """Select Linux's SCHED_BATCH for this thread, and for all threads and processes that it starts.
-
-    A thread that receives data then does not interrupt the running thread. By default, the receiving thread of gloo
-    often interrupts the thread that holds its lock, and tries the lock again and again until that thread can continue.
-    With more ranks than cores, a training step takes less time.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a container may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-@contextlib.contextmanager
-def open_store(run: Runtime) -> Iterator[dist.Store]:
-    """Connect to the store through which the ranks meet, at MASTER_ADDR and MASTER_PORT.
-
-    If torchrun may restart the ranks, it keeps its store (torch 2.13), with the addresses of ranks that have exited.
-    Each start then uses its own prefix of the keys. Agents count restarts separately, so rank 0 chooses a random
-    prefix. Each other rank asks for it under a random name, and rank 0 answers inside this context.
-    """
-
-    def connect() -> dist.Store:
-        store, _, _ = next(dist.rendezvous("env://", run.rank, run.world_size, timeout=run.timeout))
-        store.set_timeout(run.timeout)
-        return store
-
-    store, name, has_joined = connect(), os.urandom(8).hex(), threading.Event()
-    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 serves a new store
-    if not has_agent_store or environment_number("TORCHELASTIC_MAX_RESTARTS") == 0:
-        yield store
-        return
-    if run.is_main:
-        threading.Thread(target=serve_prefix, args=(connect(), run.world_size, name, has_joined), daemon=True).start()
-    else:
-        store.set(f"question of rank {run.rank}", name)
-        name = store.get(f"answer to {name}").decode()
-    try:
-        yield dist.PrefixStore(name, store)
-    finally:
-        has_joined.set()
-
-
-def serve_prefix(store: dist.Store, world_size: int, prefix: str, has_joined: threading.Event) -> None:
-    """Answer every request for the prefix of this start, until all ranks have joined the process group.
-
-    A request of an earlier start is answered too; no rank reads that answer.
-    """
-    while not has_joined.wait(0.1):
-        for request in (f"question of rank {rank}" for rank in range(1, world_size)):
-            if store.check([request]):
-                store.set(f"answer to {store.get(request).decode()}", prefix)
 
 
 def choose_interface(run: Runtime) -> None:
