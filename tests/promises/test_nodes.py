@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoGPT.distributed.process_group import find_interface, interface_address
+from operate.connection import find_interface, interface_address
 from tests.helpers.programs import DEADLINE, Program, await_steps, find_free_port, make_flags
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
