@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from measure.memory_limits import check_memory
 from nanoGPT import observers
+from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError, DivergedRanks, RunError, blames_peer
@@ -39,6 +40,7 @@ from operate.restart import (
     watch_launcher,
 )
 from operate.run_description import describe_run
+from operate.schedule import describe_schedule
 from operate.trackers import Tracker
 
 RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
@@ -124,11 +126,16 @@ class Observer(observers.Observer):
         self.heartbeat.start()
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
-        """Pass the model and the optimizer to the report of out-of-memory errors, and connect to the tracker."""
+        """Pass the model to the report of out-of-memory errors, describe the schedule, and connect to the tracker."""
         if self.memory_report:
             self.memory_report.model, self.memory_report.optimizer = model, optimizer
         # DDP and ZeRO-1 know which ranks have a gradient. FSDP would pair the collectives of different units.
         self.sharded_params = list(model.parameters()) if hasattr(model, "set_requires_gradient_sync") else []
+        if self.run.is_main and not self.config.eval_only:
+            manifests = (each for _, each in read_manifests(self.out_dir) if each["step"] == first_step)
+            saved = next(manifests, {"config": vars(self.config)})["config"]  # its own, if the run is new
+            for sentence in describe_schedule(self.config, saved):
+                print(sentence, flush=True)
         if self.run.is_main and self.flags.track != "none":
             self.tracker = Tracker(self.config, self.flags.track, self.run, first_step, vars(model.config))
 

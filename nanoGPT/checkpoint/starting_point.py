@@ -97,8 +97,6 @@ def read_starting_point(
         )
     shape.dropout = config.dropout
     check_model(shape)
-    if trains and not config.eval_only:
-        report_schedule(config, checkpoint, run)
     return shape, weights
 
 
@@ -151,23 +149,6 @@ def find_problem_of_model(shape: ModelConfig) -> str:
 def find_blocks(model: GPT) -> torch.nn.Module | None:
     """Return the module at the path BLOCKS; None if there is none."""
     return dict(model.named_modules()).get(model.config.BLOCKS)
-
-
-def report_schedule(config: TrainConfig, checkpoint: Checkpoint | None, run: Runtime) -> None:
-    """Print what is easy to overlook: a warm-up that is too long, or a decay that ends at another step than before."""
-    old, new = checkpoint.manifest["config"] if checkpoint else vars(config), vars(config)
-    old_end, new_end = (x["max_iters"] if x["lr_decay_iters"] is None else x["lr_decay_iters"] for x in (old, new))
-    last_step = min(new_end, config.max_iters)
-    if config.decay_lr and config.warmup_iters >= last_step:
-        run.print0(
-            f"the warm-up takes {config.warmup_iters} steps, and the decay of the learning rate ends at step "
-            f"{last_step}, so there is no decay: use a shorter warm-up, such as --warmup_iters={last_step // 10}"
-        )
-    if config.decay_lr and old_end != new_end:
-        run.print0(
-            f"the learning rate now decays until step {new_end} instead of {old_end}: "
-            f"--lr_decay_iters={old_end} keeps the decay as it was"
-        )
 
 
 def find_best_val_loss(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> float:

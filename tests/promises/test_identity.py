@@ -13,7 +13,7 @@ from nanoGPT import export, sample
 from nanoGPT.checkpoint import hugging_face
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
 from nanoGPT.checkpoint.manifest import NO_LOSS, choose_step, read_manifest, serialize_manifest
-from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights, report_schedule
+from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
@@ -26,6 +26,7 @@ from nanoGPT.prepare.meta import make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, make_char_identity, make_json_identity
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
+from operate.schedule import describe_schedule
 from phase3_fsdp.evaluate import EvaluateConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.checkpoints import make_directory, write_bytes, write_small_dataset
@@ -193,15 +194,13 @@ def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
 
 
 @pytest.mark.parametrize(("warmup", "end", "is_printed"), [(40, None, True), (20, 20, True), (39, None, False)])
-def test_a_warm_up_as_long_as_the_run_is_printed(warmup, end, is_printed, capsys):
+def test_a_warm_up_as_long_as_the_run_is_printed(warmup, end, is_printed):
     """The learning rate then never reaches its value, or falls at once. With the printed advice it does neither."""
     config = TrainConfig(max_iters=40, warmup_iters=warmup, lr_decay_iters=end)
-    report_schedule(config, None, create_runtime("cpu", "float32"))
-    output = capsys.readouterr().out
-    assert (f"such as --warmup_iters={(end or 40) // 10}" in output) == is_printed
+    sentences = " ".join(describe_schedule(config, vars(config)))
+    assert (f"such as --warmup_iters={(end or 40) // 10}" in sentences) == is_printed
     config.warmup_iters = (end or 40) // 10
-    report_schedule(config, None, create_runtime("cpu", "float32"))
-    assert capsys.readouterr().out == ""
+    assert list(describe_schedule(config, vars(config))) == []
     assert max(learning_rate(step, config) for step in range(40)) == config.learning_rate
 
 

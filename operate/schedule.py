@@ -1,0 +1,30 @@
+"""Describe what is easy to overlook in a schedule of the learning rate."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nanoGPT.train_config import TrainConfig
+
+
+def describe_schedule(config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for a warm-up that is too long, and for a decay that ends at another step than before.
+
+    Args:
+        config: the configuration of the run.
+        saved: the configuration of the checkpoint that the run resumes; that of the run itself, if it is new.
+    """
+    old_end, new_end = (
+        each["max_iters"] if each["lr_decay_iters"] is None else each["lr_decay_iters"]
+        for each in (saved, vars(config))
+    )
+    last_step = min(new_end, config.max_iters)
+    if config.decay_lr and config.warmup_iters >= last_step:
+        yield (
+            f"the warm-up takes {config.warmup_iters} steps, and the decay of the learning rate ends at step "
+            f"{last_step}, so there is no decay: use a shorter warm-up, such as --warmup_iters={last_step // 10}"
+        )
+    if config.decay_lr and old_end != new_end:
+        yield (
+            f"the learning rate now decays until step {new_end} instead of {old_end}: "
+            f"--lr_decay_iters={old_end} keeps the decay as it was"
+        )
