@@ -167,7 +167,7 @@ def is_config_file(word: str) -> bool:
 def read_config_files(argv: list[str], trainer: Path) -> dict[str, Texts]:
     """Execute the config files of a command line, and return the values that each file sets, as text."""
     paths = [find_config_file(word, trainer) for word in join_flag_values(argv) if is_config_file(word)]
-    return {str(path): {name: [str(value)] for name, value in execute(path).items()} for path in paths}
+    return {str(path): execute(path) for path in paths}
 
 
 def config_from_launcher(config_class: type[C]) -> C | None:
@@ -191,8 +191,8 @@ def find_config_file(name: str, trainer: Path) -> Path:
     raise ConfigError(f"there is no config file {name}{did_you_mean(name, known)} (available: {', '.join(known)})")
 
 
-def execute(path: Path) -> dict[str, object]:
-    """Execute a config file, which consists of `name = value` lines, and return the values that it sets.
+def execute(path: Path) -> Texts:
+    """Execute a config file, which consists of `name = value` lines, and return the values that it sets, as text.
 
     Modules, functions and classes are no settings. Names that begin with an underscore are left to the file.
 
@@ -204,11 +204,10 @@ def execute(path: Path) -> dict[str, object]:
         exec(compile(path.read_bytes(), str(path), "exec"), namespace)  # bytes: Python finds the encoding
     except (Exception, SystemExit) as error:
         raise ConfigError(f"config file {path} does not run: {type(error).__name__}: {error}") from None
-    values = {name: value for name, value in namespace.items() if not name.startswith("_")}
-    values = {k: v for k, v in values.items() if not (isinstance(v, types.ModuleType) or callable(v))}
-    if not values.get("wandb_log", True):  # the names of its run have no effect either
-        values = {k: v for k, v in values.items() if k not in ("wandb_log", "wandb_project", "wandb_run_name")}
-    return values
+    ignored = {name for name, value in namespace.items() if isinstance(value, types.ModuleType) or callable(value)}
+    if not namespace.get("wandb_log", True):
+        ignored |= {"wandb_log", "wandb_project", "wandb_run_name"}  # the names of a run without a log have no effect
+    return {k: [str(v)] for k, v in namespace.items() if not (k.startswith("_") or k in ignored)}
 
 
 def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: StepChoice = None) -> dict[str, object]:
