@@ -18,8 +18,6 @@ number of key channels.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from evaluation.tensor_parallel import MODELS, take_part
 from evaluation.units import find_units
 from nanoGPT.costs import ring_bytes
@@ -66,8 +64,7 @@ class ModelSize:
 
 def measure_gpt(shape: ModelConfig) -> ModelSize:
     """Return the sizes of a model of this project."""
-    with torch.device("meta"):
-        model = shape.create_model()
+    model = shape.create_on_meta()
     layers = tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     params = dict(model.named_parameters())
     full = [param.numel() for name, param in params.items() if take_part(param, name, 1, 2).numel() == param.numel()]

@@ -7,6 +7,7 @@ Three ways (`--spread`):
     tp         tensor parallelism: each rank stores and computes 1/N of every layer; weights never move
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -57,8 +58,7 @@ def spread_gpt(shape: ModelConfig, weights: Mapping[str, Tensor], spread: Spread
         spread: fsdp, offload or tp.
         run: this rank's Runtime.
     """
-    with torch.device("meta"):
-        model = shape.change(dropout=0.0).create_model().to(run.dtype)
+    model = dataclasses.replace(shape, dropout=0.0).create_on_meta().to(run.dtype)
     model.eval().requires_grad_(False)
     if spread == "offload" or (spread == "fsdp" and run.world_size > 1):
         shard_for_generation(model, model.blocks, spread == "offload", run)  # type: ignore[arg-type]

@@ -103,14 +103,15 @@ def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, 
     """
     shape = make_shape({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
     fraction = find_formula(config, "local_param_fraction")(config, world_size, local_world_size, on_gpu=False)
-    weights = 4 * shape.count_params() * fraction
+    params = shape.count_params()
+    weights = 4 * params * fraction
     for owner, total, is_shared in host_limits():
         needed = weights * (local_world_size if is_shared else 1)
         if needed > total:
             ranks_text = f" on {local_world_size} ranks" if is_shared and local_world_size > 1 else ""
             raise ConfigError(
                 f"a model with --n_layer={shape.n_layer} --n_embd={shape.n_embd} and a vocabulary of "
-                f"{shape.vocab_size:,} has {shape.count_params():,} parameters, which need {format_bytes(needed)} in "
+                f"{shape.vocab_size:,} has {params:,} parameters, which need {format_bytes(needed)} in "
                 f"fp32{ranks_text}, but {owner} {format_bytes(total)}: "
                 f"{SMALLER_MODEL}{'nodes' if is_shared else 'ranks'}"
             )

@@ -5,7 +5,6 @@ import re
 import torch
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.model import ModelConfig
 
 # Peak FLOP/s of dense bfloat16 (T4 and V100: float16), without sparsity, from the data sheets of the manufacturers.
 PEAK_FLOPS = {
@@ -40,13 +39,13 @@ def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b{slower_variants}", name)), None)
 
 
-def compute_mfu(tokens_per_second: float, shape: ModelConfig, run: Runtime) -> float | None:
+def compute_mfu(tokens_per_second: float, flops_per_token: int, run: Runtime) -> float | None:
     """Return the fraction of the peak FLOP/s of all ranks that the model uses; None if the peak is not known.
 
     Args:
         tokens_per_second: of all ranks together.
-        shape: of the model, whose `flops_per_token` counts forward and backward.
+        flops_per_token: of forward and backward.
         run: this rank's Runtime.
     """
     peak = find_peak_flops(run.device, run.dtype)
-    return tokens_per_second * shape.flops_per_token() / run.world_size / peak if peak else None
+    return tokens_per_second * flops_per_token / run.world_size / peak if peak else None

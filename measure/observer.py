@@ -16,7 +16,7 @@ from measure.ledger import Ledger
 from measure.mfu import compute_mfu
 from nanoGPT import observers
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT, ModelConfig
+from nanoGPT.model import GPT
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Observer(observers.Observer):
         self.ledger: Ledger | None = None
         self.diagnostics: Diagnostics | None = None
         self.step_contexts = contextlib.ExitStack()
-        self.shape: ModelConfig | None = None
+        self.flops_per_token = 0
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Print how the model is sharded, and prepare the measurements."""
-        self.shape = cast(GPT, model).config
+        self.flops_per_token = cast(GPT, model).config.flops_per_token()
         if describe_sharding := find_formula(self.config, "describe_sharding"):
             self.run.print0(describe_sharding(model, self.config, self.run))
         if self.flags.ledger:  # the ledger measures the third step of a run
@@ -69,8 +69,8 @@ class Observer(observers.Observer):
 
     def log(self, line: dict[str, Any]) -> None:
         """Add the MFU."""
-        if self.shape and line["tokens_per_second"]:
-            line["mfu"] = compute_mfu(line["tokens_per_second"], self.shape, self.run)
+        if line["tokens_per_second"]:
+            line["mfu"] = compute_mfu(line["tokens_per_second"], self.flops_per_token, self.run)
 
     def end(self, error: BaseException | None) -> None:
         """Stop measuring a step that has failed."""

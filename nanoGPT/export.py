@@ -109,8 +109,7 @@ def read_into_files(path: Path, shape: ModelConfig, folder: Path) -> FullState:
         shape: of its model.
         folder: where the tensors of shards are written; it must outlive them.
     """
-    with torch.device("meta"):
-        names = [name for name, _ in shape.create_model().named_parameters()]
+    names = [name for name, _ in shape.create_on_meta().named_parameters()]
     state = read_full_state(path)
     if state.reader is None:
         return dataclasses.replace(state, model={name: state.model[name] for name in names})

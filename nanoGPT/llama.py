@@ -83,15 +83,6 @@ class LlamaConfig(ModelConfig):
     def create_model(self) -> "Llama":
         return Llama(self)
 
-    def tied_names(self) -> dict[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.tie_embeddings else {}
-
-    def count_params(self) -> int:
-        """Return the number of parameters of a model of this shape."""
-        C, kv = self.n_embd, self.n_embd // self.n_head * (self.n_kv_head or 1)
-        block = 2 * C * C + 2 * C * kv + 3 * C * (self.intermediate_size or 1) + 2 * C  # attention, MLP, two norms
-        return self.n_layer * block + (1 if self.tie_embeddings else 2) * self.vocab_size * C + C
-
     def flops_per_token(self) -> int:
         """Return the FLOPs of forward and backward per token: 6N + 12 L C T, with N as for GPT-2.
 

@@ -10,7 +10,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self
 
@@ -44,32 +44,37 @@ class ModelConfig(ABC):
     POSITIONS: ClassVar[str | None] = None
     RESIDUAL: ClassVar[tuple[str, ...]]
     VOCABULARY: ClassVar[tuple[str, ...]]
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # of the dataclass that extends this class
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Create a shape from a mapping; ignore keys that are not fields."""
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]
         return cls(**{name: values[name] for name in names if name in values})
-
-    def change(self, **values: Any) -> Self:
-        """Return a shape with other values of some fields."""
-        return type(self)(**{**vars(self), **values})
 
     @abstractmethod
     def create_model(self) -> "GPT":
         """Return a model of this shape. Its weights have no meaning yet."""
 
-    @abstractmethod
+    def create_on_meta(self) -> "GPT":
+        """Return a model of this shape on the meta device, where tensors need no memory."""
+        with torch.device("meta"):
+            return self.create_model()
+
     def tied_names(self) -> dict[str, str]:
-        """Return the other name of each tied parameter, with the name under which it is saved."""
+        """Return the other name of each tied parameter outside the blocks, with the name under which it is saved."""
+        model = replace(self, n_layer=1).create_on_meta()  # a damaged file may describe millions of blocks
+        saved_names = {param: name for name, param in model.named_parameters()}
+        pairs = model.named_parameters(remove_duplicate=False)
+        return {name: saved_names[param] for name, param in pairs if name != saved_names[param]}
+
+    def count_params(self) -> int:
+        """Return the number of parameters. A tied parameter counts once."""
+        return sum(param.numel() for param in self.create_on_meta().parameters())
 
     def initial_std(self, name: str) -> float:
         """Return the standard deviation of the initial values of a weight: smaller for RESIDUAL, as in GPT-2."""
         return 0.02 / math.sqrt(2 * self.n_layer) if name.endswith(self.RESIDUAL) else 0.02
-
-    @abstractmethod
-    def count_params(self) -> int:
-        """Return the number of parameters. A tied parameter counts once."""
 
     @abstractmethod
     def flops_per_token(self) -> int:
@@ -100,15 +105,6 @@ class GPTConfig(ModelConfig):
 
     def create_model(self) -> "GPT":
         return GPT(self)
-
-    def tied_names(self) -> dict[str, str]:
-        return {"lm_head.weight": "transformer.wte.weight"}
-
-    def count_params(self) -> int:
-        """Return the number of parameters of a model of this shape. The tied embedding and head count once."""
-        C = self.n_embd
-        block = 12 * C * C + 2 * C + (11 * C if self.bias else 0)  # matrices, two LayerNorm gains, all biases
-        return self.n_layer * block + (self.vocab_size + self.block_size) * C + C + (C if self.bias else 0)
 
     def flops_per_token(self) -> int:
         """Return the FLOPs of forward and backward per token: 6N + 12 L C T (PaLM, appendix B).

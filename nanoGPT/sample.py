@@ -94,14 +94,15 @@ def check_model_fits(shape: ModelConfig, device: torch.device | None = None) -> 
     Raises:
         ConfigError: they do not fit.
     """
-    needed = 4 * shape.count_params()
+    params = shape.count_params()
+    needed = 4 * params
     limits = [("this machine has", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     if device is not None and device.type == "cuda":
         limits.append(("the free memory of the GPU is", torch.cuda.mem_get_info(device)[0]))
     for owner, total in limits:
         if needed > total:
             raise ConfigError(
-                f"the model has {shape.count_params():,} parameters, which need {needed / 2**30:,.1f} GiB in fp32, but "
+                f"the model has {params:,} parameters, which need {needed / 2**30:,.1f} GiB in fp32, but "
                 f"{owner} {total / 2**30:,.1f} GiB: use a machine with more memory, "
                 "or evaluate the model on several ranks with `make evaluate`"
             )

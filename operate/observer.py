@@ -25,6 +25,7 @@ from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError, DivergedRanks, RunError, blames_peer
+from nanoGPT.train_config import validate
 from operate.agreement import check_agreement
 from operate.connection import prepare_connection
 from operate.credentials import check_credentials
@@ -95,6 +96,7 @@ class Observer(observers.Observer):
         exclude_spare_ranks(self.config)
         watch_launcher()
         ranks, local_ranks = environment_number("WORLD_SIZE") or 1, environment_number("LOCAL_WORLD_SIZE") or 1
+        validate(self.config, ranks)  # the check of the memory builds the model
         check_memory(self.config, ranks, local_ranks)
         if environment_number("RANK") == 0:
             check_credentials(self.flags.track)

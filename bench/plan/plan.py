@@ -217,7 +217,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     for row in planned:
         for speed in (row["speed"] or {}).values():
             speed["days"] = config.tokens / speed["tokens_per_second"] / 86400 if config.tokens else None
-    result = {"parameters": planner.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
+    result = {"parameters": job.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
     result |= {"optimizer": config.optimizer, "dtype": config.dtype, "tokens": config.tokens}
     result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches}
     return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
@@ -226,6 +226,13 @@ def plan(config: PlanConfig) -> dict[str, Any]:
 def make_large_shape(k: int, block_size: int) -> GPTConfig:
     """Return the shape with k blocks and k heads."""
     return GPTConfig(k, k, HEAD_SIZE * k, block_size, False, 50304)
+
+
+def count_gpt2_params(shape: GPTConfig) -> int:
+    """Return the number of parameters of a GPT-2, without building it. The tied embedding and head count once."""
+    C = shape.n_embd
+    block = 12 * C * C + 2 * C + (11 * C if shape.bias else 0)  # matrices, two LayerNorm gains, all biases
+    return shape.n_layer * block + (shape.vocab_size + shape.block_size) * C + C + (C if shape.bias else 0)
 
 
 def find_largest(row: Row, job: Job, batch_size: int, pool: Executor) -> int:
@@ -251,7 +258,7 @@ def find_all_largest(config: PlanConfig) -> dict[str, Any]:
     rows = [row for row in select_rows(config.gpus) if "fsdp_reshard_after_forward" not in row[1]]
     with ThreadPoolExecutor(len(rows)) as threads, start_workers() as pool:
         sizes = list(threads.map(lambda row: find_largest(row, job, config.batch_size, pool), rows))
-    counts = [make_large_shape(k, config.block_size).count_params() if k else 0 for k in sizes]
+    counts = [count_gpt2_params(make_large_shape(k, config.block_size)) if k else 0 for k in sizes]
     found = [
         {"phase": phase, "options": options, "k": k, "parameters": count}
         for (phase, options), k, count in zip(rows, sizes, counts, strict=True)

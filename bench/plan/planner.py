@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from bench.matrix.cells import make_config
 from bench.plan.speed import (
@@ -66,8 +65,7 @@ def select_auto_kernels(row: Row, shape: ModelConfig, device_type: str = "cuda",
         return row
     config = TrainConfig(n_embd=shape.n_embd, n_head=shape.n_head, compile=is_compiled)
     names = parse_kernels(resolve_kernels(config, "auto", device_type))
-    with torch.device("meta"):
-        model = shape.change(n_layer=1).create_model()
+    model = replace(shape, n_layer=1).create_on_meta()
     kernels = ",".join(sorted(name for name in names if not find_change(model, name))) or "none"
     return phase, {**options, "kernels": kernels}
 
@@ -149,6 +147,16 @@ class Job:
     micro_batches: int = 1
     optimizer: str = "adamw"
     dtype: str = "bfloat16"
+
+    @cached_property
+    def params(self) -> int:
+        """Number of parameters of the model."""
+        return self.shape.count_params()
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward per token."""
+        return self.shape.flops_per_token()
 
 
 def trace_row(row: Row, job: Job, batch_size: int = SEQUENCES, only_update: bool = False) -> TraceSummary:
@@ -241,12 +249,11 @@ def estimate_step(
         traffic: bytes of the full tensors by kind of collective and number of ranks.
     """
     stages = dict(seconds) if kernels is None else apply_launch_bound(seconds, kernels)
-    params = job.shape.count_params()
     if row[1].get("fsdp_cpu_offload"):
-        stages["update"] = ADAMW_BYTES * params / job.gpus * min(job.gpus, GPUS_PER_NODE) / HOST_BANDWIDTH
+        stages["update"] = ADAMW_BYTES * job.params / job.gpus * min(job.gpus, GPUS_PER_NODE) / HOST_BANDWIDTH
     units, itemsize = job.shape.n_layer + 1, DTYPES[job.dtype].itemsize
     communication = estimate_communication(
-        row, traffic, params, units, job.micro_batches, job.gpu, kernels is None, itemsize
+        row, traffic, job.params, units, job.micro_batches, job.gpu, kernels is None, itemsize
     )
     return stages, step_seconds(stages, *communication, job.micro_batches)
 
@@ -261,14 +268,13 @@ class Planner:
 
     def __init__(self, job: Job, pool: Executor) -> None:
         self.job, self.shape, self.pool = job, job.shape, pool
-        self.params = self.shape.count_params()
         self.traces: dict[str, list[Future[TraceSummary]]] = {}
         self.updates: dict[str, Future[TraceSummary]] = {}
 
     def get_traces(self, row: Row) -> list[TraceSummary]:
         """Return the traces of a row, one for each of TRACED_LAYERS. The first call starts them and waits for them."""
         if str(row) not in self.traces:
-            jobs = [replace(self.job, shape=self.shape.change(n_layer=layers)) for layers in TRACED_LAYERS]
+            jobs = [replace(self.job, shape=replace(self.shape, n_layer=layers)) for layers in TRACED_LAYERS]
             self.traces[str(row)] = [self.pool.submit(trace_row, row, job) for job in jobs]
         return [future.result() for future in self.traces[str(row)]]
 
@@ -306,7 +312,7 @@ class Planner:
     def fits(self, row: Row, batch_size: int) -> bool:
         """Return whether a step fits in the memory of the GPUs, and offloaded model state in host memory."""
         host_bytes_per_gpu = HOST_GIB * GIB / GPUS_PER_NODE
-        if "fsdp_cpu_offload" in row[1] and 16 * self.params / self.job.gpus > host_bytes_per_gpu:
+        if "fsdp_cpu_offload" in row[1] and 16 * self.job.params / self.job.gpus > host_bytes_per_gpu:
             return False
         try:
             return self.peak_bytes(row, batch_size) <= usable_bytes(self.job.gpu)
@@ -332,7 +338,7 @@ class Planner:
         compute_seconds = step_seconds(stages, {}, {}, micro_batches)
         tokens = batch_size * self.shape.block_size * micro_batches * gpus
         rate = tokens / seconds
-        mfu = rate * self.shape.flops_per_token() / gpus / rates.peak
+        mfu = rate * self.job.flops_per_token / gpus / rates.peak
         waiting = seconds - compute_seconds
         return {"step_seconds": seconds, "waiting_seconds": waiting, "tokens_per_second": rate, "mfu": mfu}
 

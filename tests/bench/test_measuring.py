@@ -42,7 +42,7 @@ def test_mfu_uses_the_peak_flops_of_the_gpu(monkeypatch):
     get_peak_flops("NVIDIA H100 80GB HBM3")
     line = {"tokens_per_second": 989e12 / shape.flops_per_token()}  # of two ranks together
     observer = Observer(TrainConfig())
-    observer.shape, observer.run = shape, run
+    observer.flops_per_token, observer.run = shape.flops_per_token(), run
     observer.log(line)
     assert line["mfu"] == pytest.approx(0.5)
 

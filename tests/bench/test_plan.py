@@ -18,6 +18,7 @@ from bench.plan.plan import (
     MAX_BLOCKS,
     ROWS,
     PlanConfig,
+    count_gpt2_params,
     find_largest,
     main,
     make_large_shape,
@@ -272,7 +273,7 @@ def test_wrong_requests_are_refused_with_one_sentence(words, message):
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 9), (0.999, 8), (1e-6, 0)])
 def test_the_search_finds_the_largest_model(fraction, expected, monkeypatch):
     """The search returns the largest model that fits, and 0 if none does."""
-    needed = {k: 16 * make_large_shape(k, 8).count_params() for k in range(1, MAX_BLOCKS + 1)}
+    needed = {k: 16 * count_gpt2_params(make_large_shape(k, 8)) for k in range(1, MAX_BLOCKS + 1)}
     monkeypatch.setattr(Planner, "peak_bytes", lambda self, *_: needed[self.shape.n_layer])
     monkeypatch.setattr(planner, "usable_bytes", lambda _: fraction * needed[9])
     job = Job(make_large_shape(1, 8), H100, 1)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_tokens_do_not_depend_on_ranks_batch_or_the_way_of_spreading(shape):
 
 def test_a_long_answer_reads_few_sizes_of_window():
     """Greedy tokens are those of `generate` past the first window, and 140 tokens are read in windows of 3 sizes."""
-    model = create_gpt(SHAPE.change(block_size=160)).eval()
+    model = create_gpt(replace(SHAPE, block_size=160)).eval()
     tasks = [Task(0, 0, [1, 2, 3], 140), Task(1, 0, [5] * 40, 70)]
     slots = gpt.GptModel(model, 60, torch.device("cpu"))
     run = create_runtime("cpu", "float32")
@@ -100,7 +101,7 @@ def measure_costs(
     run, found = create_runtime("cpu", "float32"), []
     for spread, units.MIN_PARAMS in itertools.product(costs.SPREADS, min_params):
         # Without padding: fully_shard pads the rows of a vocabulary to a multiple of the ranks, which no formula has.
-        shape = base if spread == "tp" else base.change(vocab_size=64, n_layer=3)
+        shape = base if spread == "tp" else replace(base, vocab_size=64, n_layer=3)
         full = shape.create_model()
         model = gpt.spread_gpt(shape, dict(full.named_parameters()), spread, run)
         wrapped, counter = gpt.GptModel(model, shape.vocab_size, run.device), CollectiveCounter()

@@ -12,7 +12,7 @@ EXERCISES = [
     Exercise(
         name="memory.1",
         title="Count the parameters of GPT-2",
-        targets=("nanoGPT.model:GPTConfig.count_params",),
+        targets=("bench.plan.plan:count_gpt2_params",),
         task="""The planner computes with shapes only: it never builds the model. Return the number of parameters
         of a GPT from n_layer, n_embd, vocab_size, block_size and bias. The token embedding and the head are tied.""",
         minutes=10,
@@ -23,12 +23,12 @@ EXERCISES = [
         line="block = 12",
         mistakes=(
             plant_mistake(
-                "(self.vocab_size + self.block_size) * C", "(2 * self.vocab_size + self.block_size) * C", "tied"
+                "(shape.vocab_size + shape.block_size) * C", "(2 * shape.vocab_size + shape.block_size) * C", "tied"
             ),
             plant_mistake(
-                "(self.vocab_size + self.block_size) * C", "self.vocab_size * C", "the position embedding is missing"
+                "(shape.vocab_size + shape.block_size) * C", "shape.vocab_size * C", "the position embedding is missing"
             ),
-            plant_mistake("11 * C if self.bias", "9 * C if self.bias", "with biases"),
+            plant_mistake("11 * C if shape.bias", "9 * C if shape.bias", "with biases"),
         ),
     ),
     Exercise(
