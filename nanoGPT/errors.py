@@ -156,6 +156,11 @@ def quote_cause(error: BaseException) -> str:
     return line if len(line) <= MAX_QUOTE else line[:MAX_QUOTE] + "..."
 
 
+def ran_out_of_memory(error: Exception) -> bool:
+    """Return whether a read has failed because memory ran out. On a CPU, torch raises a RuntimeError then."""
+    return isinstance(error, MemoryError) or "allocate" in str(error)
+
+
 def report_failure(code: int, message: str, on_one_rank: bool = True) -> int:
     """Report to the user and to the launcher why this rank exits, and return the exit code.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, quote_cause, unreadable_checkpoint
+from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, quote_cause, ran_out_of_memory, unreadable_checkpoint
 from nanoGPT.files import open_regular, retry_reads
 
 INDEX = ".metadata"
@@ -105,10 +105,10 @@ def read_shards(reader: SafeReader, tensors: Mapping[str, Tensor], no_dist: bool
     try:
         with raise_own_error(no_dist):
             dcp.load(dict(tensors), storage_reader=reader, no_dist=no_dist)
-    except (ConfigError, PeerFailed, dist.DistError, MemoryError, torch.OutOfMemoryError):
+    except (ConfigError, PeerFailed, dist.DistError):
         raise
     except Exception as error:  # torch raises many kinds if a shard is damaged
-        if blames_peer(error):
+        if ran_out_of_memory(error) or blames_peer(error):
             raise
         message = f"the shards in {reader.path} do not match their index or the model ({type(error).__name__}: "
         message += f"{quote_cause(error)}): use another checkpoint"

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanoGPT.checkpoint.training_state import LazyTensors, are_tied, shapes_of
-from nanoGPT.errors import ConfigError, quote_cause
+from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory
 from nanoGPT.files import is_present, list_directory, read_document
 from nanoGPT.model import MODULES, GPTConfig, ModelConfig, find_architecture
 from nanoGPT.prepare.meta import TokenizerIdentity
@@ -127,9 +127,11 @@ def read_hf(folder: Path) -> tuple[ModelConfig, LazyTensors, TokenizerIdentity |
                     f"use a {shape.model} with a tied head"
                 )
         return shape, weights, read_hf_tokenizer(folder)
-    except (ConfigError, MemoryError):
+    except ConfigError:
         raise
     except Exception as error:  # of many kinds, if the content is arbitrary
+        if ran_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{folder} is not a Hugging Face model with safetensors ({type(error).__name__}: {quote_cause(error)}): "
             "use another directory"

@@ -22,7 +22,7 @@ from nanoGPT.checkpoint.dcp_reader import INDEX, SafeReader, read_shards
 from nanoGPT.checkpoint.manifest import NO_LOSS, NewFiles
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, quote_cause, unreadable_checkpoint
+from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory, unreadable_checkpoint
 from nanoGPT.files import is_present, retry_reads
 from nanoGPT.model import GPT, ModelConfig, make_shape
 from nanoGPT.optim import LossScaler
@@ -161,9 +161,11 @@ def read_ckpt(path: Path) -> tuple[FullState, dict[str, Any]]:
         order = content.pop("optimizer_params", order_for_optimizer(model))  # nanoGPT does not name them
         states = content.pop("optimizer", {"state": {}})["state"]
         return FullState(model, {order[i]: state for i, state in states.items()}, shapes_of(model)), content
-    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+    except ConfigError:
         raise
     except Exception as error:  # of many kinds, if the content is arbitrary
+        if ran_out_of_memory(error):
+            raise
         is_unsafe = isinstance(error, pickle.UnpicklingError)
         reason = "reading it could run code" if is_unsafe else quote_cause(error)
         message = f"{path} is not a checkpoint of nanoGPT ({reason}): use another checkpoint"

@@ -15,7 +15,7 @@ import torch
 
 from evaluation import costs, gpt, units
 from evaluation.generation import Generator, Sampling, Task
-from evaluation.progress import Progress, lock_directory
+from evaluation.progress import Progress, wait_for_lock
 from measure.ledger import CollectiveCounter
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
@@ -274,7 +274,7 @@ def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
             time.sleep(0.01)
         os.kill(program.pid, number)
         code = program.wait()
-        lock_directory(tmp_path / "to").file.close()  # the ranks of a killed launcher have exited
+        wait_for_lock(tmp_path / "to").close()  # the ranks of a killed launcher have exited
         assert count_lines(tmp_path / "to") < 40 and code == (0 if number == signal.SIGUSR1 else -number)
     finished = Program("evaluation", *words)
     assert finished.wait() == 0, finished.output()
