@@ -126,7 +126,7 @@ def solve(config: SolveConfig) -> int:
     description |= {f"the version of {name}": find_version(name) for name in ("torch", "transformers")}
     if not torch.distributed.is_initialized():
         run.timeout = Flags().timeout
-        prepare_connection(run.device, run.timeout)
+        prepare_connection(run.timeout)
         join_process_group(run)
         check_agreement(run, description)
     listen_for_signals(run)

@@ -15,7 +15,6 @@ import threading
 import time
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.environment import count_cores, environment_number
@@ -27,11 +26,10 @@ SIOCGIFADDR = 0x8915  # the ioctl request of Linux for the IPv4 address of an in
 EXTERNAL_ADDRESS = "192.0.2.1"
 
 
-def prepare_connection(device: torch.device, timeout: timedelta) -> None:
+def prepare_connection(timeout: timedelta) -> None:
     """Prepare how this rank connects to the others. Collective if torchrun may restart the ranks.
 
     Args:
-        device: of this rank.
         timeout: how long to wait for the other ranks.
 
     Raises:
@@ -39,7 +37,7 @@ def prepare_connection(device: torch.device, timeout: timedelta) -> None:
     """
     ranks = environment_number("WORLD_SIZE")
     local_ranks = environment_number("LOCAL_WORLD_SIZE", ranks)
-    if device.type == "cpu" and local_ranks > count_cores():
+    if local_ranks > count_cores():
         use_batch_scheduling()
     if local_ranks < ranks and (interface := find_interface(os.environ.get("MASTER_ADDR", ""))):
         # By default gloo listens on the address of the host name, which is 127.0.1.1 on Debian. NCCL needs no setting:

@@ -23,7 +23,7 @@ from measure.memory_limits import check_memory
 from nanoGPT import observers
 from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.distributed.environment import environment_number
-from nanoGPT.distributed.runtime import Runtime, pick_device
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, DivergedRanks, RunError, blames_peer
 from nanoGPT.train_config import validate
 from operate.agreement import check_agreement
@@ -101,8 +101,7 @@ class Observer(observers.Observer):
         if environment_number("RANK") == 0:
             check_credentials(self.flags.track)
         if not dist.is_initialized():  # a notebook or a test may have created the process group already
-            device, _ = pick_device(self.config.device, 0, local_ranks, ranks, self.config.supports_mps)
-            prepare_connection(device, self.config.timeout)
+            prepare_connection(self.config.timeout)
 
     def configure(self, run: Runtime) -> None:
         """Continue a job that was restarted."""
