@@ -101,7 +101,7 @@ def solve_or_explain(config: SolveConfig) -> int:
     try:
         return solve(config)
     except Exception as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, RunError) or not is_out_of_memory(error):
             raise
         remedy = "use a smaller --batch_size, more ranks, or --spread=offload"
         raise RunError(f"out of memory: {remedy}", on_one_rank=True) from error

@@ -82,7 +82,7 @@ def check_memory(config: TrainConfig, world_size: int, local_world_size: int) ->
     device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
     rows = read_identity(config.dataset)["tokenizer"]["vocab_size"]
     needs_gpu_memory = find_formula(config, "min_gpu_state")(config, world_size, local_world_size) > 0
-    if device.type == "cpu" or not needs_gpu_memory:  # with CPU offload
+    if device.type == "cpu" or not needs_gpu_memory:  # with CPU offload, a GPU stores no model state
         check_parameters_fit(config, rows, world_size, local_world_size)
     if device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory

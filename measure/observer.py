@@ -1,11 +1,11 @@
-"""Measure a run: its MFU, the ledger of one step, and diagnostics of memory, norms and parameters.
+"""Measure a run: the ledger of one step, and diagnostics of memory, norms and parameters.
 
 Before the first step, rank 0 also prints how the model is sharded, if the trainer's formulas describe it.
 """
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from measure.diagnostics import Diagnostics
 from measure.formulas import find_formula
 from measure.ledger import Ledger
-from measure.mfu import compute_mfu
 from nanoGPT import observers
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import GPT
 
 
 @dataclass
@@ -42,11 +40,9 @@ class Observer(observers.Observer):
         self.ledger: Ledger | None = None
         self.diagnostics: Diagnostics | None = None
         self.step_contexts = contextlib.ExitStack()
-        self.flops_per_token = 0
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Print how the model is sharded, and prepare the measurements."""
-        self.flops_per_token = cast(GPT, model).config.flops_per_token()
         if describe_sharding := find_formula(self.config, "describe_sharding"):
             self.run.print0(describe_sharding(model, self.config, self.run))
         if self.flags.ledger:  # the ledger measures the third step of a run
@@ -66,11 +62,6 @@ class Observer(observers.Observer):
         self.step_contexts.close()
         if self.diagnostics:
             self.diagnostics.record(step, loss_sum, grad_norm)
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Add the MFU."""
-        if line["tokens_per_second"]:
-            line["mfu"] = compute_mfu(line["tokens_per_second"], self.flops_per_token, self.run)
 
     def end(self, error: BaseException | None) -> None:
         """Stop measuring a step that has failed."""

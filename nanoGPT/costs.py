@@ -1,7 +1,7 @@
-"""Formulas for the memory and communication of a training step, and the tensors with which they are compared.
+"""Formulas for the memory and communication of a training step, and functions that read an optimizer to measure it.
 
 This module is for a trainer without sharding, in which every rank stores the full model state. The modules `costs` of
-phases 1 and 3 replace those of its functions that are different there (see `measure/formulas.py`).
+phases 1 and 3 override some of these functions (see `measure/formulas.py`).
 
 The communication volume per rank is that of the ring algorithm (Patarasuk & Yuan 2009). With N ranks it is 2n(N-1)/N
 bytes for an all-reduce of n bytes. It is n(N-1)/N bytes for a reduce, reduce-scatter, all-gather or broadcast whose

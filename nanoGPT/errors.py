@@ -41,7 +41,7 @@ class RunError(Exception):
 
     Args:
         message: one sentence. Line breaks are replaced by spaces, and a very long message is shortened.
-        on_one_rank: whether other ranks may not have this error, so that this rank must print it.
+        on_one_rank: True if other ranks may continue without this error, so that this rank must print it.
     """
 
     exit_code = 1
@@ -170,7 +170,7 @@ def report_failure(code: int, message: str, on_one_rank: bool = True) -> int:
     Args:
         code: the exit code.
         message: the reason.
-        on_one_rank: whether other ranks may not fail with the same message.
+        on_one_rank: True if the other ranks may have another message, or none.
     """
     if write_error_file(message):
         return code

@@ -202,6 +202,8 @@ def open_lock_file(folder: Path, flag: str = "--out_dir") -> TextIO:
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):  # an existing lock file may be writable
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return open(path, "a+")
     except OSError as error:
         raise ConfigError(

@@ -237,8 +237,8 @@ def check_ranges(config: TrainConfig) -> None:
         for name in names:
             value = getattr(config, name)
             if isinstance(value, int | float) and not minimum <= value < limit:
-                end = f", and less than {limit}" if limit < math.inf else ""
-                raise ConfigError(f"--{name}={value} is out of range: use {minimum} or more{end}")
+                valid = f"a value in [{minimum}, {limit})" if limit < math.inf else f"a finite value, {minimum} or more"
+                raise ConfigError(f"--{name}={value} is out of range: use {valid}")
     if not config.out_dir:
         raise ConfigError("--out_dir= is empty: give a directory, or leave out the flag")
     for name, value in vars(config).items():

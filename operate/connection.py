@@ -1,8 +1,8 @@
 """Prepare how a rank connects to the other ranks, before it joins the process group.
 
-A single start of a job on one node needs none of this. Several nodes need the network interface that reaches the
-other nodes, a job that torchrun restarts needs a new prefix in the store of its agent, and ranks that share cores are
-faster with another scheduling.
+A job on one node that is not restarted, with a core for each rank, needs none of this. Several nodes need the network
+interface that reaches the other nodes, a job that torchrun restarts needs a new prefix in the store of its agent, and
+ranks that share cores are faster with another scheduling.
 """
 
 import contextlib

@@ -13,18 +13,20 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from measure.memory_limits import check_memory
+from measure.mfu import compute_mfu
 from nanoGPT import observers
 from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, DivergedRanks, RunError, blames_peer
+from nanoGPT.model import GPT
 from nanoGPT.train_config import validate
 from operate.agreement import check_agreement
 from operate.connection import prepare_connection
@@ -88,6 +90,7 @@ class Observer(observers.Observer):
         self.tracker: Tracker | None = None
         self.memory_report: MemoryReport | None = None
         self.sharded_params: list[nn.Parameter] = []
+        self.flops_per_token = 0
         self.used_params = 0  # a hash of which of them have had a gradient, in every step
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)  # torch reads it at the first collective
 
@@ -128,13 +131,14 @@ class Observer(observers.Observer):
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Pass the model to the report of out-of-memory errors, describe the schedule, and connect to the tracker."""
+        self.flops_per_token = cast(GPT, model).config.flops_per_token()
         if self.memory_report:
             self.memory_report.model, self.memory_report.optimizer = model, optimizer
         # DDP and ZeRO-1 know which ranks have a gradient. FSDP would pair the collectives of different units.
         self.sharded_params = list(model.parameters()) if hasattr(model, "set_requires_gradient_sync") else []
         if self.run.is_main and not self.config.eval_only:
             manifests = (each for _, each in read_manifests(self.out_dir) if each["step"] == first_step)
-            saved = next(manifests, {"config": vars(self.config)})["config"]  # its own, if the run is new
+            saved = next(manifests, {"config": vars(self.config)})["config"]  # a new run is compared with itself
             for sentence in describe_schedule(self.config, saved):
                 print(sentence, flush=True)
         if self.run.is_main and self.flags.track != "none":
@@ -148,7 +152,7 @@ class Observer(observers.Observer):
             self.used_params = hash((self.used_params, *(param.grad is not None for param in self.sharded_params)))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Check that FSDP has reduced the same parameters on all ranks, and send the line to the tracker.
+        """Check that FSDP has reduced the same parameters on all ranks, add the MFU, and send the line to the tracker.
 
         Raises:
             DivergedRanks: it has not. Every rank raises it.
@@ -159,6 +163,8 @@ class Observer(observers.Observer):
                 f"up to step {line['step']} the ranks have gradients of different parameters, which FSDP has mixed up: "
                 "let every rank use the same parameters in each micro-batch (docs/models.md), or use phase 1"
             )
+        if line["tokens_per_second"]:
+            line["mfu"] = compute_mfu(line["tokens_per_second"], self.flops_per_token, self.run)
         if self.tracker:
             self.tracker.log(line)
 

@@ -115,8 +115,9 @@ def record_job(run: Runtime, out_dir: Path) -> None:
     names = run.gather(name_job())
     if run.lock:
         with contextlib.suppress(OSError):  # the disk may be full
+            lines = dict.fromkeys([*names, *read_job_lines(out_dir, names), run.token])  # before the file is emptied
             run.lock.truncate(0)
-            run.lock.write("\n".join(dict.fromkeys([*names, *read_job_lines(out_dir, names), run.token])))
+            run.lock.write("\n".join(lines))
             run.lock.flush()
 
 

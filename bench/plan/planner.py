@@ -80,8 +80,8 @@ class TraceSummary:
     """Results of one trace. Every number, except those of Muon's update, is linear in the number of blocks.
 
     Attributes:
-        moments: bytes by category at the moments of each of MEMORY_STAGES of which one is its peak. They are amounts:
-            `at_batch_size` returns the bytes with any batch size.
+        moments: for each of MEMORY_STAGES, the amounts by category at every moment that can be its peak with some batch
+            size.
         state: bytes of model state by the formula.
         traffic: bytes of the full tensors by kind of collective and number of ranks.
         eager, compiled: the work of the kernels of an eager and of a compiled model.

@@ -10,6 +10,9 @@ is assumed to fuse all operators between two matrix products into one pass. The 
 once each tensor that is still needed afterwards. An eager step also waits for Python if its kernels are short. A
 collective takes one latency per hop of a ring, plus its bytes divided by the bandwidth of the link.
 
+An *amount* is a complex number of bytes or FLOPs in a micro-batch: its real part counts once, and its imaginary part
+once per sequence.
+
 Peak rates come from the vendors' data sheets. All other assumptions are the constants in this file.
 docs/results.md compares the resulting estimates with published runs.
 """
@@ -127,8 +130,8 @@ class Work(NamedTuple):
 
     Attributes:
         stage: forward, backward (recomputation included) or update.
-        traffic: bytes that it reads and writes, an amount (`at_batch_size`).
-        flops: its FLOPs, an amount too; 0 for elementwise operators.
+        traffic: the amount of bytes that it reads and writes.
+        flops: the amount of its FLOPs; 0 for elementwise operators.
         efficiency: the fraction of the peak at which they run.
     """
 
@@ -139,7 +142,7 @@ class Work(NamedTuple):
 
 
 def at_batch_size(amount: complex, batch_size: int) -> float:
-    """Return an amount of a micro-batch: its real part, and its imaginary part for each sequence."""
+    """Return the bytes or FLOPs of an amount with this batch size."""
     return amount.real + amount.imag * batch_size
 
 

@@ -61,9 +61,9 @@ SEQUENCES = 1_000_003  # a batch size that stands for all others: a prime that d
 
 
 def split_amount(amount: int) -> complex:
-    """Return bytes or FLOPs in a micro-batch of SEQUENCES as an amount for every batch size (`speed.at_batch_size`).
+    """Return bytes or FLOPs in a micro-batch of SEQUENCES as an amount (`bench/plan/speed.py`).
 
-    All that grows with the batch size is a multiple of SEQUENCES.
+    Every tensor whose size depends on the batch size has a multiple of SEQUENCES bytes.
     """
     return complex(amount) if amount % SEQUENCES else complex(0, amount // SEQUENCES)
 
@@ -81,7 +81,7 @@ class BatchMemoryTracker(MemoryTracker):
     """Tracks the memory of a micro-batch of SEQUENCES as amounts, which give the memory for every batch size.
 
     Attributes:
-        moments: for each part of the step, the moments of which one is the peak: which one depends on the batch size.
+        moments: for each part of the step, every moment that can be its peak with some batch size.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -42,7 +42,7 @@ from nanoGPT.checkpoint.manifest import (
 )
 from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, SaveError
+from nanoGPT.errors import ConfigError, RunError, SaveError
 from nanoGPT.files import (
     ensure_locked_directory,
     is_in_place,
@@ -231,7 +231,7 @@ class CheckpointDirectory:
 
     @contextlib.contextmanager
     def _raise_save_error(self, final: Path, temporary: Path | None = None) -> Iterator[None]:
-        """Raise the ConfigError of a part of a save as a SaveError.
+        """Convert an error in a part of a save to a SaveError.
 
         Args:
             final: the checkpoint.
@@ -239,8 +239,8 @@ class CheckpointDirectory:
         """
         try:
             yield
-        except ConfigError as error:
-            # torch's writer reports a full disk as a RuntimeError.
+        except RunError as error:
+            # torch's writer reports a full disk as a RuntimeError without this reason.
             is_full = self.root.exists() and shutil.disk_usage(self.root).free < 1 << 20
             reason = f"the disk of {self.root} is full: free some space" if is_full else error
             if temporary and self.run.is_main:

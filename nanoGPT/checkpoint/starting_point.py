@@ -130,11 +130,13 @@ def find_problem_of_shape(shape: ModelConfig) -> str:
 def find_problem_of_model(shape: ModelConfig) -> str:
     """Return why a model of this shape cannot be trained; "" if it can."""
     model = shape.create_on_meta()
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    saved_names, names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
     if not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
         return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT: correct it"
     if extra := sorted(model.state_dict().keys() - names):
         return f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
+    if shared := sorted(names - saved_names - shape.tied_names().keys()):
+        return f"{shared[0]} is another name of a parameter of a block: tie only parameters outside the blocks"
     if scalars := [name for name, param in model.named_parameters() if not param.dim()]:
         return f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"
     return ""

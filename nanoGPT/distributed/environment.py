@@ -16,7 +16,7 @@ from nanoGPT.files import PACKAGE
 
 
 def environment_number(name: str, default: int = 0) -> int:
-    """Return the number in an environment variable of torchrun.
+    """Return the number in an environment variable of torchrun; `default` if it is not set or empty.
 
     Raises:
         ConfigError: the value is not a number.

@@ -38,12 +38,12 @@ def join_process_group(run: Runtime) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         store, _, _ = next(dist.rendezvous("env://", run.rank, run.world_size, timeout=run.timeout))
-        store = dist.PrefixStore(os.environ.get("NANOGPT_STORE_PREFIX", ""), store)  # which a restart needs (`operate`)
+        store = dist.PrefixStore(os.environ.get("NANOGPT_STORE_PREFIX", ""), store)  # of this restart
         dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, **options)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"port {port} is in use on this machine: set MASTER_PORT to a free port") from None
         raise LostConnection(
-            f"the {run.world_size} ranks did not meet at {address}:{port} within {run.timeout} "
-            f"({str(error).splitlines()[0]}): start all nodes, and check the output of the node of rank 0"
+            f"the {run.world_size} ranks did not meet at {address}:{port} ({str(error).splitlines()[0]}; the limit is "
+            f"{run.timeout}): start all nodes, and check the output of the node of rank 0"
         ) from None

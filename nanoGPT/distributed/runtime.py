@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.distributed.environment import environment_number
-from nanoGPT.errors import ConfigError, PeerFailed, quote_cause
+from nanoGPT.errors import ConfigError, PeerFailed, RunError, quote_cause
 from nanoGPT.observers import Observers
 
 T = TypeVar("T")
 
-MAX_STEPS = 32  # between two exchanges of requests: a bound for the delay if steps suddenly become slow
+MAX_EXCHANGE_PERIOD = 32  # steps between two exchanges of requests: a bound for the delay if steps suddenly become slow
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -132,21 +132,24 @@ class Runtime:
         """Call a function on every rank, and return its small picklable results in rank order. Collective.
 
         Raises:
-            ConfigError: the function failed on a rank. Every rank raises the error of the first such rank.
+            ConfigError: the function raised it, or an OSError. Every rank raises the error of the first such rank.
+            RunError: the function failed otherwise.
         """
         result: Any = None
-        failure = ""
+        failure: RunError | None = None
         try:
             result = task()
         except PeerFailed:
             pass  # the rank that failed has the reason
         except ConfigError as error:
-            failure = str(error)
+            failure = ConfigError(str(error))
         except Exception as error:
-            failure = f"rank {self.rank}: {type(error).__name__}: {quote_cause(error)}"
+            reason = f"rank {self.rank}: {type(error).__name__}: {quote_cause(error)}"
+            remedy = ": check the file system, or choose another --out_dir"
+            failure = ConfigError(reason + remedy) if isinstance(error, OSError) else RunError(reason)
         results, failures = zip(*self.gather((result, failure)), strict=True)
         if any(failures):
-            raise ConfigError(next(filter(None, failures)))
+            raise next(filter(None, failures))
         return list(results)
 
     def call_on_rank0(self, task: Callable[[], T]) -> T:
@@ -199,9 +202,10 @@ class Runtime:
         saves before it stops, and if a save is due on any rank.
 
         Ranks receive a signal at different moments, but all of them must stop after the same step. They agree with one
-        small all-reduce. After every step, it would delay short steps, so the ranks communicate about once a second.
-        They count the steps that take one second on the slowest rank. The number at most doubles, because the first
-        steps of a run are often not typical. A request may therefore take effect a few steps later.
+        small all-reduce. An all-reduce after every step would delay short steps. The ranks therefore exchange their
+        requests about once a second: all of them compute how many steps the slowest rank makes in a second. The number
+        at most doubles, because the first steps of a run are often not typical. A request may therefore take effect a
+        few steps later.
         """
         self.steps_to_exchange -= 1
         if self.steps_to_exchange > 0 and self.world_size > 1:
@@ -211,7 +215,7 @@ class Runtime:
         wants_save, self.wants_save, self.last_exchange = self.wants_save, False, now
         stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or wants_save, microseconds_per_step)
         steps_per_second = 10**6 // max(slowest, 1)
-        self.exchange_period = max(1, min(steps_per_second, 2 * self.exchange_period, MAX_STEPS))
+        self.exchange_period = max(1, min(steps_per_second, 2 * self.exchange_period, MAX_EXCHANGE_PERIOD))
         self.steps_to_exchange = self.exchange_period
         self.is_stopping = bool(stops)
         return self.is_stopping, bool(stops or saves)
@@ -296,6 +300,8 @@ def create_runtime(device: str, dtype: str, supports_mps: bool = True) -> Runtim
                 f"srun or mpirun has started {os.environ[name]} copies of this program ({name}), and each would train "
                 f"alone: let it start one torchrun on each node, as operate/deploy/slurm.sh does, or unset {name}"
             )
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        raise ConfigError("the environment has only one of RANK and WORLD_SIZE: start ranks with torchrun, or unset it")
     rank, world_size = environment_number("RANK"), environment_number("WORLD_SIZE", 1)
     local_rank = environment_number("LOCAL_RANK", rank)
     local_world_size = environment_number("LOCAL_WORLD_SIZE", world_size)

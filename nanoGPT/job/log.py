@@ -182,7 +182,7 @@ class Log(Observer):
             "tokens": self.tokens_before + (step + has_trained - self.first_step) * self.tokens_per_step,
             "tokens_per_second": rate,
             "step_ms": 1000 * seconds / steps if has_trained else None,
-            "mfu": None,  # the observer `measure` computes it
+            "mfu": None,  # the observer `operate` computes it
             "peak_memory_bytes": read_peak_memory(self.run.device),
             "val_loss": val_loss,
         }

@@ -6,7 +6,7 @@ from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.distributed.environment import environment_number, name_launcher
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import lock_directory, open_lock_file
+from nanoGPT.files import is_present, lock_directory, open_lock_file
 from nanoGPT.train_config import TrainConfig
 
 
@@ -53,7 +53,8 @@ def check_out_dir(out_dir: Path, resume: bool) -> None:
     if resume and not checkpoints:
         raise ConfigError(f"there is no checkpoint under {out_dir} to resume: give the --out_dir of an earlier run")
     if checkpoints and not resume:
-        lock_directory(out_dir).close()  # if another run is writing there, this is the better reason
+        if is_present(out_dir / ".lock"):
+            lock_directory(out_dir).close()  # if another run is writing there, this is the better reason
         raise ConfigError(
             f"{out_dir} contains checkpoints up to {checkpoints[0].name}: continue with --init_from=resume, "
             "or choose another --out_dir"

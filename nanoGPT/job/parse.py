@@ -44,7 +44,7 @@ def parse(
         argv: the command-line arguments: config files and `--key=value` flags.
         trainer: the train.py that runs; config files are also looked up in its directory.
         world_size: number of ranks. The defaults are the same on 1, 2, 4 and 8 ranks.
-        from_files: the values of the config files, if they have been executed already; None executes them.
+        from_files: the values of the config files, if they have been executed already; None: execute them.
 
     Raises:
         ConfigError: an unknown name, a wrong type, or an unknown file.

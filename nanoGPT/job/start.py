@@ -20,7 +20,16 @@ from nanoGPT.distributed.algorithms import Attention, choose_attention, use_algo
 from nanoGPT.distributed.environment import environment_number
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import Runtime, create_runtime, pick_device, pick_dtype
-from nanoGPT.errors import ConfigError, RunError, SaveError, blames_peer, did_you_mean, report_failure
+from nanoGPT.errors import (
+    ConfigError,
+    DivergedRanks,
+    NonFiniteLoss,
+    RunError,
+    SaveError,
+    blames_peer,
+    did_you_mean,
+    report_failure,
+)
 from nanoGPT.job.out_dir import choose_out_dir, enter_out_dir
 from nanoGPT.job.parse import config_from_launcher, package_of, parse
 from nanoGPT.job.program import unbreakable_output
@@ -130,7 +139,7 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
         run.finish()
         run.barrier()
     except BaseException as error:
-        if isinstance(error, RunError) and not isinstance(error, ConfigError):
+        if isinstance(error, DivergedRanks | NonFiniteLoss):
             # All ranks raise this at the same step, and a save in progress is of an earlier step.
             with contextlib.suppress(SaveError):
                 run.finish()

@@ -8,10 +8,10 @@ from bench.kernels.cases import CASE_BUILDERS, build_cases
 from bench.kernels.kernels import Stopwatch, measure
 from bench.tables import tables
 from measure.mfu import find_peak_flops
-from measure.observer import Observer
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
+from operate.observer import Observer
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import ROOT
 

@@ -45,7 +45,7 @@ def run_trainer(out: Path, *words: str):
         ("--compile=maybe", ["maybe", "--compile"]),
         ("--batch_size", ["--batch_size needs a value", "--batch_size=VALUE"]),
         ("--dtype=float8", ["float8", "bfloat16"]),
-        ("--dropout=1.5", ["0 or more, and less than 1"]),
+        ("--dropout=1.5", ["in [0, 1)"]),
         ("--n_embd=130", ["--n_embd=130", "--n_head=4"]),
         ("--device=tpu", ["auto, cpu, cuda or mps"]),
         ("--dataset=shakespear", ["did you mean shakespeare?"]),

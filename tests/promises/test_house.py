@@ -1,4 +1,4 @@
-"""The rules of this repository: the diff contract, file sizes, and links in the documents."""
+"""The rules of this repository: the diff contract, and links in the documents."""
 
 import re
 import shutil

@@ -224,9 +224,9 @@ def start_again(out: Path, agent: str = "this job", **fields) -> tuple[str, int,
 
 
 def start_repeatedly(out: Path) -> list[tuple[str, int, int | None] | str]:
-    """Start a rank six times: twice without a checkpoint, then with a checkpoint of a model with 12 layers.
+    """Start a rank seven times: twice without a checkpoint, then with a checkpoint of a model with 12 layers.
 
-    Before the fifth start, the checkpoint becomes one that the job itself has saved.
+    Before the fifth start, the checkpoint becomes one that the job itself has saved, in its fourth start.
     """
     results = [start_again(out), start_again(out)]
     folder = out / "checkpoints" / "step-00000004"
@@ -240,7 +240,7 @@ def start_repeatedly(out: Path) -> list[tuple[str, int, int | None] | str]:
     if os.environ["RANK"] == "0":
         own_token = (out / ".lock").read_text().splitlines()[-1]
         (folder / "manifest.json").write_text(serialize_manifest({**manifest, "run": own_token}))
-    results.append(start_again(out, init_from="resume", resume_step=4))
+    results += [start_again(out, init_from="resume", resume_step=4) for _ in range(2)]
     return [*results, start_again(out, "another job")]
 
 
@@ -252,8 +252,8 @@ def test_only_a_restart_by_torchrun_resumes_automatically(tmp_path):
     results, others = run_on_ranks(start_repeatedly, 2, tmp_path, show=False)
     assert results == others
     assert results[:2] == [("scratch", 2, None)] * 2
-    assert results[2:5] == [("resume", 12, None), ("resume", 2, 4), ("resume", 2, None)]
-    assert len(results) == 6 and "contains checkpoints up to step-00000004" in results[5]
+    assert results[2:6] == [("resume", 12, None), ("resume", 2, 4), ("resume", 2, None), ("resume", 2, None)]
+    assert len(results) == 7 and "contains checkpoints up to step-00000004" in results[6]
 
 
 def test_each_run_has_a_new_directory(tmp_path, monkeypatch):

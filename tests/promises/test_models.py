@@ -233,6 +233,11 @@ MISTAKES = {
         "a checkpoint would not have x",
     ),
     "blocks": ("    def create", '    BLOCKS = "model.blocks"\n\n    def create', "model.blocks, its BLOCKS, is no"),
+    "tied blocks": (
+        INIT,
+        f"{INIT}        for block in self.model['layers']:\n            block.self_attn = self.model['layers'][0].self_attn\n",
+        "is another name of a parameter of a block",
+    ),
     "scalar": (INIT, f"{INIT}        self.a = nn.Parameter(ONES[0])\n", "a has no dimension"),
     "no annotation": ('model: Literal["my_llama"]', "model", "a field of its class Shape has a value of another type"),
     "no dataclass": ("@dataclass\n", "", "its class Shape is no dataclass"),
@@ -273,14 +278,14 @@ def test_tied_parameters_are_found_and_counted_once(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
     code = code.replace(INIT, f"{INIT}        self.lm_head.weight = self.model['embed_tokens'].weight\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name, methods, tied in (
-        ("my_tied", "", {"lm_head.weight": "model.embed_tokens.weight"}),
-        ("my_old", "    def tied_names(self):\n        return {}\n\n", {}),
+    for name, methods in (
+        ("my_tied", ""),
+        ("my_old", "    def tied_names(self):\n        return {'lm_head.weight': 'model.embed_tokens.weight'}\n\n"),
     ):
         text = code.replace("my_llama", name).replace("    def create", f"{methods}    def create")
         (tmp_path / f"{name}.py").write_text(text)
         check_model(shape := make_shape({**SHAPE, "model": name}))
-        assert shape.tied_names() == tied
+        assert shape.tied_names() == {"lm_head.weight": "model.embed_tokens.weight"}
         assert shape.count_params() == sum(p.numel() for p in shape.create_model().parameters())
 
 

@@ -13,7 +13,7 @@ EXERCISES = [
         name="memory.1",
         title="Count the parameters of GPT-2",
         targets=("bench.plan.plan:count_gpt2_params",),
-        task="""The planner computes with shapes only: it never builds the model. Return the number of parameters
+        task="""To find the largest model, the planner counts the parameters of many. Return the number of parameters
         of a GPT from n_layer, n_embd, vocab_size, block_size and bias. The token embedding and the head are tied.""",
         minutes=10,
         difficulty="easy",
