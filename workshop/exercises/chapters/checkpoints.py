@@ -89,8 +89,10 @@ EXERCISES = [
         targets=("nanoGPT.distributed.runtime:Runtime.call_on_all",),
         task="""In a save, the disk of one rank may be full. If only this rank raises an error, the others wait for
         it in the next collective. Call the task on every rank, exchange results and failures with self.gather, and
-        raise a ConfigError on all ranks if any rank failed. Its message names the rank; quote_cause(error) returns
-        the reason as text. A PeerFailed of this rank needs no reason, because another rank reports it.""",
+        raise the failure of the first rank that failed on all ranks. Pass on the message of a ConfigError. Convert an
+        OSError to a ConfigError, and any other error to a RunError, whose message names the rank;
+        quote_cause(error) returns the reason as text. A PeerFailed of this rank needs no reason, because another
+        rank reports it.""",
         minutes=20,
         difficulty="medium",
         ranks=2,
