@@ -199,15 +199,16 @@ def open_lock_file(folder: Path, flag: str = "--out_dir") -> TextIO:
     Raises:
         ConfigError: the directory cannot be created, or is not writable.
     """
-    path = folder / ".lock"
+    path, problem = folder / ".lock", f"{flag}={folder} is not writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):  # an existing lock file may be writable
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        problem = f"{path} cannot be opened"
         return open(path, "a+")
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be opened ({error.strerror}): choose another {flag}, or ask its owner for write access"
+            f"{problem} ({error.strerror}): choose another {flag}, or ask its owner for write access"
         ) from None
 
 

@@ -80,6 +80,8 @@ def choose_store_prefix(rank: int, world_size: int, timeout: timedelta) -> None:
         else:
             store.set(f"question of rank {rank}", name)
             name = store.get(f"answer to {name}").decode()
+    except ValueError:  # MASTER_ADDR or MASTER_PORT is missing, which the trainer reports
+        return
     except dist.DistError as error:
         raise LostConnection(
             f"rank 0 did not answer within {timeout} ({str(error).splitlines()[0]}): start all nodes, and check the "

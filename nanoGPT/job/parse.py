@@ -207,7 +207,8 @@ def execute(path: Path) -> Texts:
     ignored = {name for name, value in namespace.items() if isinstance(value, types.ModuleType) or callable(value)}
     if not namespace.get("wandb_log", True):
         ignored |= {"wandb_log", "wandb_project", "wandb_run_name"}  # the names of a run without a log have no effect
-    return {k: [str(v)] for k, v in namespace.items() if not (k.startswith("_") or k in ignored)}
+    settings = {k: v for k, v in namespace.items() if not (k.startswith("_") or k in ignored)}
+    return {k: [f"{int(v) if isinstance(v, float) and v.is_integer() else v}"] for k, v in settings.items()}
 
 
 def load_saved_config(config_class: type[TrainConfig], out_dir: str, step: StepChoice = None) -> dict[str, object]:

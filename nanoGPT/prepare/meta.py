@@ -42,6 +42,9 @@ def describe_tokenizer(identity: TokenizerIdentity) -> str:
     return f"{identity['vocab_size']:,} {kinds[identity['name']]}"
 
 
+NEEDED_FIELDS = {"char": "characters", "tokenizers": "definition"}  # of the identity, by its name
+
+
 class TokenFile(TypedDict):
     """One file of token ids."""
 
@@ -75,7 +78,13 @@ def read_dataset_meta(folder: Path) -> DatasetMeta:
     """
     path = folder / "meta.json"
     try:
-        return msgspec.convert(json.loads(read_document(path)), DatasetMeta)
+        meta = msgspec.convert(json.loads(read_document(path)), DatasetMeta)
+        tokenizer = meta["tokenizer"]
+        if (field := NEEDED_FIELDS.get(tokenizer["name"])) and field not in tokenizer:
+            raise ValueError(f"the identity of the tokenizer has no {field}")
+        if meta["dtype"] == "uint16" and tokenizer["vocab_size"] > 1 << 16:
+            raise ValueError("ids of this vocab_size do not fit into uint16")
+        return meta
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise ConfigError(
             f"{path} does not describe a dataset ({str(error)[:200]}): remove this file to prepare the dataset again"

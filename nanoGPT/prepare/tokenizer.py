@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
 from nanoGPT.prepare.download import install_gpt2_vocabulary
-from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, make_gpt2_identity
+from nanoGPT.prepare.meta import GPT2_VOCAB, NEEDED_FIELDS, TokenizerIdentity, make_gpt2_identity
 
 GPT2_TOKENS_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # of its tokens, one per line
 
@@ -173,7 +173,7 @@ def load_tokenizer(identity: TokenizerIdentity) -> Tokenizer:
     Raises:
         ConfigError: GPT-2's vocabulary, the package `tokenizers`, or a field of the identity is missing.
     """
-    field = {"char": "characters", "tokenizers": "definition"}.get(identity["name"])
+    field = NEEDED_FIELDS.get(identity["name"])
     if field and field not in identity:
         raise ConfigError(f"the identity of the tokenizer has no {field}: prepare the dataset again")
     if identity["name"] == "char":

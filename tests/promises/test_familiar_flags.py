@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.gpu.__main__ import parse_arguments
@@ -120,6 +121,17 @@ def test_a_fraction_is_written_as_in_python():
     """.1 and 1. are numbers in Python and in nanoGPT's config files."""
     config = parse(TrainConfig, ["--dropout=.1", "--weight_decay=1."], TRAINER)
     assert (config.dropout, config.weight_decay) == (0.1, 1.0)
+
+
+def test_a_config_file_may_compute_its_values(tmp_path):
+    """A whole float is an integer, also in a field of text, and a number of numpy keeps its value."""
+    path = tmp_path / "computed.py"
+    path.write_text(
+        "import numpy as np\nfsdp_shard_size = 4 / 2\nseed = 1e18\ncompile = 0.0\ndropout = np.float32(0.1)"
+    )
+    config = parse(FsdpConfig, [str(path), "--device=cpu"], TRAINER)
+    assert (config.fsdp_shard_size, config.seed, config.compile) == ("2", 10**18, False)
+    assert config.dropout == float(np.float32(0.1)) != 0.1
 
 
 def test_a_constant_learning_rate():
