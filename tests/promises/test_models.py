@@ -235,7 +235,7 @@ MISTAKES = {
     "blocks": ("    def create", '    BLOCKS = "model.blocks"\n\n    def create', "model.blocks, its BLOCKS, is no"),
     "tied blocks": (
         INIT,
-        f"{INIT}        layers = self.model['layers']\n        layers[1].self_attn = layers[0].self_attn\n",
+        f"{INIT}        layers = self.model['layers']\n        layers[-1].self_attn = layers[0].self_attn\n",
         "is another name of a parameter of a block",
     ),
     "scalar": (INIT, f"{INIT}        self.a = nn.Parameter(ONES[0])\n", "a has no dimension"),
