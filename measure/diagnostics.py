@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from measure.formulas import find_formula
+from measure.formulas import find_cost_function
 from measure.memory_limits import process_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
@@ -154,7 +154,7 @@ class Diagnostics:
 
     def _read_gradients(self, *_: Any) -> None:
         """Read the norm of this rank's part of each gradient."""
-        pairs = find_formula(self.config, "local_gradients")(self.optimizer)
+        pairs = find_cost_function(self.config, "local_gradients")(self.optimizer)
         self.gradients = {self.names[p]: compute_norm(grad) for p, grad in pairs if p in self.names}
 
     def record(self, step: int, loss_sum: Tensor, norm: Tensor) -> None:
@@ -171,7 +171,7 @@ class Diagnostics:
         """
         if not self.is_due(step):
             return
-        find_formula(self.config, "wait_for_params")(self.optimizer)
+        find_cost_function(self.config, "wait_for_params")(self.optimizer)
         loss, grad_norm = loss_sum.item(), norm.item()  # waits for the end of the step
         self.run.enter_stage("diagnostics", step)  # whose time is not that of a step
         values = self._measure(step, loss, grad_norm)

@@ -1,4 +1,4 @@
-"""Find the formulas of a trainer: the functions of its module `costs`, else those of the baseline."""
+"""Find the cost functions of a trainer: those of its module `costs`, else those of the baseline."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,7 @@ import nanoGPT.costs
 from nanoGPT.job.parse import package_of
 
 
-def find_formula(config: Any, name: str) -> Any:
+def find_cost_function(config: Any, name: str) -> Any:
     """Return a function of the module `costs` of a trainer's package, else the baseline's; None if neither has it.
 
     Args:

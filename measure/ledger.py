@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from measure.formulas import find_formula
+from measure.formulas import find_cost_function
 from measure.tracker import MemoryTracker, tensors_in
 from nanoGPT.costs import ring_bytes, storage_bytes
 from nanoGPT.distributed.runtime import Runtime
@@ -114,7 +114,7 @@ class Ledger:
         traffic = CollectiveCounter()
         # Otherwise, torch would also run all later steps of a compiled model in eager mode.
         eager = torch.compiler.set_stance("force_eager") if self.config.compile else contextlib.nullcontext()
-        buffers = find_formula(self.config, "gradient_buffers")(self.optimizer)
+        buffers = find_cost_function(self.config, "gradient_buffers")(self.optimizer)
         with eager, MemoryTracker(self.model, self.optimizer, self.run.device, buffers, traffic.record) as memory:
             yield
         hook.remove()
@@ -127,7 +127,7 @@ class Ledger:
 
     def _count_gradients(self, *_: Any) -> None:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        local_grads = [grad for _, grad in find_formula(self.config, "local_gradients")(self.optimizer)]
+        local_grads = [grad for _, grad in find_cost_function(self.config, "local_gradients")(self.optimizer)]
         self.gradient_bytes = storage_bytes(grads + local_grads)
 
     def state_bytes(self) -> dict[str, int | None]:
@@ -153,7 +153,7 @@ class Ledger:
         }
 
     def _write(self, out_dir: Path, traffic: CollectiveCounter, memory: MemoryTracker) -> None:
-        formula = find_formula(self.config, "step_costs")(self.model, self.optimizer, self.config, self.run)
+        formula = find_cost_function(self.config, "step_costs")(self.model, self.optimizer, self.config, self.run)
         costs = {
             "state_bytes": self.state_bytes(),
             "expected_state_bytes": formula.state,

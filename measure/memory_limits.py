@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from measure.formulas import find_formula
+from measure.formulas import find_cost_function
 from nanoGPT.costs import moment_bytes
 from nanoGPT.dataset import read_identity
 from nanoGPT.distributed.runtime import pick_device
@@ -81,7 +81,7 @@ def check_memory(config: TrainConfig, world_size: int, local_world_size: int) ->
         return
     device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
     rows = read_identity(config.dataset)["tokenizer"]["vocab_size"]
-    needs_gpu_memory = find_formula(config, "min_gpu_state")(config, world_size, local_world_size) > 0
+    needs_gpu_memory = find_cost_function(config, "min_gpu_state")(config, world_size, local_world_size) > 0
     if device.type == "cpu" or not needs_gpu_memory:  # with CPU offload, a GPU stores no model state
         check_parameters_fit(config, rows, world_size, local_world_size)
     if device.type == "cuda":
@@ -102,7 +102,7 @@ def check_parameters_fit(config: TrainConfig, vocab_size: int, world_size: int, 
         ConfigError: the parameters alone need more memory than the node has or a limit allows.
     """
     shape = make_shape({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
-    fraction = find_formula(config, "local_param_fraction")(config, world_size, local_world_size, on_gpu=False)
+    fraction = find_cost_function(config, "local_param_fraction")(config, world_size, local_world_size, on_gpu=False)
     params = shape.count_params()
     weights = 4 * params * fraction
     for owner, total, is_shared in host_limits():
@@ -131,7 +131,7 @@ def check_state_fits(
     """
     shape = make_shape({**dataclasses.asdict(config), "vocab_size": config.vocab_size or vocab_size})
     params = shape.count_params()
-    needed = find_formula(config, "min_gpu_state")(config, world_size, local_world_size) * params
+    needed = find_cost_function(config, "min_gpu_state")(config, world_size, local_world_size) * params
     if needed <= gpu_bytes:
         return
     gpus = math.ceil((8 + moment_bytes(config)) * params / gpu_bytes)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from measure.diagnostics import Diagnostics
-from measure.formulas import find_formula
+from measure.formulas import find_cost_function
 from measure.ledger import Ledger
 from nanoGPT import observers
 from nanoGPT.errors import ConfigError
@@ -43,7 +43,7 @@ class Observer(observers.Observer):
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Print how the model is sharded, and prepare the measurements."""
-        if describe_sharding := find_formula(self.config, "describe_sharding"):
+        if describe_sharding := find_cost_function(self.config, "describe_sharding"):
             self.run.print0(describe_sharding(model, self.config, self.run))
         if self.flags.ledger:  # the ledger measures the third step of a run
             self.ledger = Ledger(self.config, self.run, first_step + 2, model, optimizer)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
+from nanoGPT.model import GPTConfig
 from nanoGPT.optim import MuonWithAdamW
 from nanoGPT.train_config import TrainConfig
 
@@ -55,6 +56,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
         storage = local_shard(tensor).untyped_storage()
         storages[storage._cdata] = storage.nbytes()  # not data_ptr(): it is 0 for tensors on the meta device
     return sum(storages.values())
+
+
+def count_gpt2_params(shape: GPTConfig) -> int:
+    """Return the number of parameters of a GPT-2, without building it. The tied embedding and head count once."""
+    C = shape.n_embd
+    block = 12 * C * C + 2 * C + (11 * C if shape.bias else 0)  # matrices, two LayerNorm gains, all biases
+    return shape.n_layer * block + (shape.vocab_size + shape.block_size) * C + C + (C if shape.bias else 0)
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:

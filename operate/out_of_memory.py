@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from measure.formulas import find_formula
+from measure.formulas import find_cost_function
 from measure.memory_limits import format_bytes, host_limits, process_bytes
 from measure.tracker import MemoryTracker
 from nanoGPT.distributed.runtime import Runtime
@@ -104,7 +104,7 @@ class MemoryReport:
 
     def measure(self) -> tuple[dict[str, int], int]:
         """Return the bytes of the model state on the run's device by category, and the bytes of everything else."""
-        buffers = find_formula(self.config, "gradient_buffers")(self.optimizer) if self.optimizer else []
+        buffers = find_cost_function(self.config, "gradient_buffers")(self.optimizer) if self.optimizer else []
         with MemoryTracker(self.model, self.optimizer, self.run.device, buffers) as tracker:
             pass
         state = {name: tracker.snapshot()[name] for name in NAMES}

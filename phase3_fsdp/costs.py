@@ -111,8 +111,7 @@ def local_param_fraction(config: FsdpConfig, world_size: int, local_world_size: 
 
 def min_gpu_state(config: FsdpConfig, world_size: int, local_world_size: int) -> float:
     """Return the bytes of model state per parameter that a rank stores in GPU memory just before an update."""
-    trains = getattr(config, "trains", True)  # evaluate.py stores parameters only
-    state = nanoGPT.costs.min_gpu_state(config, world_size, local_world_size) if trains else 4
+    state = nanoGPT.costs.min_gpu_state(config, world_size, local_world_size) if config.trains else 4
     return state * local_param_fraction(config, world_size, local_world_size, on_gpu=True)
 
 

@@ -28,7 +28,7 @@ from phase3_fsdp.train import evaluate
 class EvaluateConfig(fsdp.FsdpConfig):
     """The weights to evaluate, and how to shard them. The fields are those of training; a checkpoint sets some."""
 
-    trains = False  # a rank stores parameters only
+    trains = False
 
     init_from: str = "resume"
     """resume: the newest checkpoint of out_dir; or a value as in training"""

@@ -51,6 +51,8 @@ class FsdpConfig(TrainConfig):
         **dict.fromkeys(("problems", "start", "num", "tokens"), "use it with `make evaluate`, which solves problems"),
     }
 
+    trains = True  # False in evaluate.py, in which a rank stores parameters only
+
     fsdp_wrap: str = "block"
     """the units: block (every block), or the minimum number of parameters of a unit, a module with submodules: 1e6"""
     fsdp_reshard_after_forward: bool = True

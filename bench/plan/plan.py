@@ -33,6 +33,7 @@ from bench.plan.models import LLAMAS, MODELS
 from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
 from bench.plan.report import format_largest, format_plan
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
+from nanoGPT.costs import count_gpt2_params
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPTConfig, ModelConfig, make_shape
 from operate.ranks import PRELOADED
@@ -226,13 +227,6 @@ def plan(config: PlanConfig) -> dict[str, Any]:
 def make_large_shape(k: int, block_size: int) -> GPTConfig:
     """Return the shape with k blocks and k heads."""
     return GPTConfig(k, k, HEAD_SIZE * k, block_size, False, 50304)
-
-
-def count_gpt2_params(shape: GPTConfig) -> int:
-    """Return the number of parameters of a GPT-2, without building it. The tied embedding and head count once."""
-    C = shape.n_embd
-    block = 12 * C * C + 2 * C + (11 * C if shape.bias else 0)  # matrices, two LayerNorm gains, all biases
-    return shape.n_layer * block + (shape.vocab_size + shape.block_size) * C + C + (C if shape.bias else 0)
 
 
 def find_largest(row: Row, job: Job, batch_size: int, pool: Executor) -> int:

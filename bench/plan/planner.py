@@ -27,8 +27,8 @@ from bench.plan.speed import (
     gpu_seconds,
     step_seconds,
 )
-from bench.plan.trace import MEMORY_STAGES, SEQUENCES, trace
-from measure.tracker import CATEGORIES, Totals
+from bench.plan.trace import MEMORY_STAGES, SEQUENCES, Amounts, trace
+from measure.tracker import CATEGORIES
 from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.model import ModelConfig
@@ -88,7 +88,7 @@ class TraceSummary:
         micro_batches: number of micro-batches that the trace ran.
     """
 
-    moments: dict[str, list[Totals]]
+    moments: dict[str, list[Amounts]]
     state: Numbers
     traffic: Numbers
     eager: list[Work]
@@ -294,7 +294,7 @@ class Planner:
         """Return what `read` returns for a trace, for the full model."""
         numbers = extrapolate([read(each) for each in self.get_traces(row)], self.shape.n_layer)
         if update := self.trace_update(row):
-            in_full = ("optimizer_state", "gradients", "update")  # and Muon's all-to-all
+            in_full = ("optimizer_state", "gradients", "update")  # these, and Muon's all-to-all, are traced in full
             numbers |= {key: n for key, n in read(update).items() if key in in_full or key[0] == "all-to-all"}
         return numbers
 

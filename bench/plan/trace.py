@@ -38,9 +38,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.plan.speed import Roofline
-from measure.formulas import find_formula
+from measure.formulas import find_cost_function
 from measure.ledger import CollectiveCounter
-from measure.tracker import MemoryTracker, Totals
+from measure.tracker import MemoryTracker
 from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import DTYPES, Runtime
 from nanoGPT.model import ModelConfig
@@ -56,6 +56,8 @@ from phase2_triton.kernels.core import record_launches
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import put_parameters_on_meta
 
+Amounts = dict[str, complex]  # by category
+
 CPU = torch.device("cpu")
 SEQUENCES = 1_000_003  # a batch size that stands for all others: a prime that divides no size of a model
 
@@ -70,10 +72,16 @@ def split_amount(amount: int) -> complex:
 
 @dataclass
 class Moment:
-    """The memory at one moment of a step: bytes by category, and their total. The bytes are amounts."""
+    """The memory at one moment of a step.
+
+    Attributes:
+        event: the number of the moment, as in `MemoryTracker.timeline`.
+        totals: the amount of bytes of each category.
+        total: their sum.
+    """
 
     event: int
-    totals: Totals
+    totals: Amounts
     total: complex
 
 
@@ -96,14 +104,14 @@ class BatchMemoryTracker(MemoryTracker):
         total = sum(map(complex, self._now.values()))
         moments = self.moments[self.part]
         if not any(m.total.real >= total.real and m.total.imag >= total.imag for m in reversed(moments)):
-            moments.append(Moment(self._event, dict(self._now), total))
+            moments.append(Moment(self._event, {**self._now}, total))
 
     def _add_to_earlier(self, size: int, category: str) -> None:
         super()._add_to_earlier(size, category)
         for moment in itertools.chain(*self.moments.values()):
             moment.total += size
 
-    def _recorded_totals(self, first_event: int) -> Iterator[Totals]:
+    def _recorded_totals(self, first_event: int) -> Iterator[Any]:
         yield from super()._recorded_totals(first_event)
         yield from (m.totals for m in itertools.chain(*self.moments.values()) if m.event >= first_event)
 
@@ -319,7 +327,7 @@ def suppress_output() -> Iterator[None]:
 
 @dataclass
 class TracedStep:
-    """Results of a trace: memory, traffic and time of rank 0 in `micro_batches` micro-batches, and the cost formula."""
+    """Results of a trace: memory, traffic and work of rank 0 in `micro_batches` micro-batches, and the cost formula."""
 
     memory: MemoryTracker
     traffic: CollectiveCounter
@@ -327,11 +335,11 @@ class TracedStep:
     roofline: Roofline
     micro_batches: int
 
-    def moments(self) -> dict[str, list[Totals]]:
-        """Return the bytes by category at the moments of each part of which one is its peak."""
+    def moments(self) -> dict[str, list[Amounts]]:
+        """Return the amounts by category at every moment of a part that can be its peak with some batch size."""
         if isinstance(self.memory, BatchMemoryTracker):
             return {part: [m.totals for m in moments] for part, moments in self.memory.moments.items()}
-        return {part: [totals] for part, totals in self.memory.peak_of_part().items()}
+        return {part: [{**totals}] for part, totals in self.memory.peak_of_part().items()}
 
 
 def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool = False) -> TracedStep:
@@ -347,8 +355,8 @@ def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool
     dtype = DTYPES.get(config.dtype, torch.float32)
     run = Runtime(0, 0, ranks, ranks, CPU, dtype, uses_autocast=config.uses_autocast)
     micro_batches = min(2, config.gradient_accumulation_steps // ranks)  # every later micro-batch equals the second
-    is_general = config.batch_size == SEQUENCES
-    tracker = BatchMemoryTracker if is_general else MemoryTracker
+    covers_all_sizes = config.batch_size == SEQUENCES
+    tracker = BatchMemoryTracker if covers_all_sizes else MemoryTracker
     with (
         suppress_output(),
         fake_process_group(ranks),
@@ -362,9 +370,9 @@ def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool
             for param in setup.model.parameters():
                 param.grad = torch.zeros_like(param)
             setup.get_grads()  # in phase 1 this reduces them
-        buffers = find_formula(config, "gradient_buffers")(setup.optimizer)
+        buffers = find_cost_function(config, "gradient_buffers")(setup.optimizer)
         memory = tracker(setup.model, setup.optimizer, None, buffers, traffic.record, keeps_timeline=False)
-        to_amount: Callable[[int], complex] = split_amount if is_general else int
+        to_amount: Callable[[int], complex] = split_amount if covers_all_sizes else int
         with memory, track_stages(setup.model, memory), Roofline(to_amount) as roofline:
 
             def begin_update() -> None:
@@ -376,5 +384,5 @@ def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool
             else:
                 run_step(setup, config, run, micro_batches, begin_update)
             setup.optimizer.zero_grad()
-        costs = find_formula(config, "step_costs")(setup.model, setup.optimizer, config, run)
+        costs = find_cost_function(config, "step_costs")(setup.model, setup.optimizer, config, run)
         return TracedStep(memory, traffic, costs, roofline, micro_batches)

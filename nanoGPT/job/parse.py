@@ -53,24 +53,24 @@ def parse(
     if from_files is None:
         from_files = read_config_files(argv, trainer)
     flags = collect_flags([word for word in join_flag_values(argv) if not (word in HELP or is_config_file(word))])
-    layers = [*from_files.values(), flags]
-    texts = {name: expand_home(name, values[-1] or "") for layer in layers for name, values in layer.items()}
+    all_texts = [*from_files.values(), flags]
+    texts = {name: expand_home(name, values[-1] or "") for each in all_texts for name, values in each.items()}
 
-    source = texts.get("init_from", config_class.init_from)
+    init_from = texts.get("init_from", config_class.init_from)
     out_dir = texts.get("out_dir", TrainConfig.out_dir)
-    if source == "resume":
+    if init_from == "resume":
         out_dir = find_run_to_resume(config_class, out_dir)
-    model = texts.get("model") or find_model_name(out_dir if source == "resume" else source)
+    model = texts.get("model") or find_model_name(out_dir if init_from == "resume" else init_from)
     config_class = add_flags(config_class, texts.get("observers", find_default_observers()), model)
     device = texts.get("device", "auto")
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     defaults = find_device_defaults(config_class, world_size, on_gpu) | {"model": model}
 
     values = dict[str, Any]()
-    for path, layer in from_files.items():
-        check_names(config_class, layer, path)
+    for path, file_texts in from_files.items():
+        check_names(config_class, file_texts, path)
         try:
-            values |= convert_texts(config_class, layer)
+            values |= convert_texts(config_class, file_texts)
         except ConfigError as error:
             raise ConfigError(f"config file {path}: {error}") from None
     if HELP & {*argv}:
@@ -78,14 +78,14 @@ def parse(
     check_names(config_class, flags)
     values |= convert_texts(config_class, flags)
 
-    if source == "resume":
+    if init_from == "resume":
         defaults |= load_saved_config(config_class, out_dir, values.get("resume_step")) | {"init_from": "resume"}
         values["out_dir"] = out_dir
     if "learning_rate" in values and "min_lr" not in values:
         before = config_class(**defaults)
         defaults["min_lr"] = values["learning_rate"] * (before.min_lr / before.learning_rate)
     config = config_class(**defaults | values)
-    if source != "resume":
+    if init_from != "resume":
         check_given_shape(config, {*values})
     return config
 
@@ -152,9 +152,9 @@ def check_names(config_class: type[TrainConfig], names: Iterable[str], file: str
                 raise ConfigError(f"--{name} is a flag of --model={model}: add --model={model}, or remove this setting")
         advice = config_class.FOREIGN_FLAGS.get(name)
         if file:
-            hint = did_you_mean(name, known) or "; names of helpers begin with _"
-            if advice:
-                hint = f": {advice}; names of helpers begin with _"
+            hint = f": {advice}" if advice else did_you_mean(name, known)
+            if advice or not hint:
+                hint += "; names of helpers begin with _"
             raise ConfigError(f"config file {file} sets {name}, which is not a flag of this trainer{hint}")
         if advice:
             raise ConfigError(f"--{name} is not a flag of this trainer: {advice}")

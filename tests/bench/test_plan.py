@@ -18,7 +18,6 @@ from bench.plan.plan import (
     MAX_BLOCKS,
     ROWS,
     PlanConfig,
-    count_gpt2_params,
     find_largest,
     main,
     make_large_shape,
@@ -49,6 +48,7 @@ from bench.plan.speed import (
     GPUS,
 )
 from bench.plan.trace import MEMORY_STAGES, trace
+from nanoGPT.costs import count_gpt2_params
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.model import GPTConfig

@@ -12,9 +12,10 @@ EXERCISES = [
     Exercise(
         name="memory.1",
         title="Count the parameters of GPT-2",
-        targets=("bench.plan.plan:count_gpt2_params",),
-        task="""To find the largest model, the planner counts the parameters of many. Return the number of parameters
-        of a GPT from n_layer, n_embd, vocab_size, block_size and bias. The token embedding and the head are tied.""",
+        targets=("nanoGPT.costs:count_gpt2_params",),
+        task="""To find the largest model, the planner counts the parameters of many models, and builds none of them.
+        Return the number of parameters of a GPT from n_layer, n_embd, vocab_size, block_size and bias. The token
+        embedding and the head are tied.""",
         minutes=10,
         difficulty="easy",
         check=check_count,
