@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported, s
 import triton
 import triton.language as tl
 
-from nanoGPT.distributed.environment import PEAK_FLOPS
+from measure.mfu import PEAK_FLOPS
 from phase2_triton.kernels import attention, cross_entropy, layernorm
 
 folder = tempfile.TemporaryDirectory()  # for compiled kernels; it is deleted when the Jupyter kernel stops

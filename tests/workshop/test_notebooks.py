@@ -1,5 +1,7 @@
 """The notebooks run, and the committed notebooks match their scripts."""
 
+import ast
+import importlib
 import re
 import tempfile
 from pathlib import Path
@@ -11,6 +13,7 @@ from nbformat import NotebookNode
 
 from tests.helpers.notebooks import ForkedKernel
 from workshop import notebooks
+from workshop.imports import find_modules
 from workshop.notebooks import execute, find_differences, read_script
 
 SCRIPTS = notebooks.list_scripts()
@@ -45,6 +48,16 @@ def test_the_committed_notebook_is_complete(script: Path) -> None:
     assert [cell.execution_count for cell in code_cells] == list(range(1, len(code_cells) + 1))
     assert all(output.output_type != "error" for output in list_outputs(notebook))
     assert [path for output in list_outputs(notebook) for path in ABSOLUTE_PATH.findall(get_text(output))] == []
+
+
+@each_notebook
+def test_what_a_notebook_imports_exists(script: Path) -> None:
+    """Each name that a notebook imports from a module of this repository is in this module, or is a module."""
+    modules = find_modules()
+    nodes = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.ImportFrom)]
+    names = [(node.module, alias.name) for node in nodes if node.module in modules for alias in node.names]
+    attributes = [(module, name) for module, name in names if f"{module}.{name}" not in modules]
+    assert [each for each in attributes if not hasattr(importlib.import_module(each[0]), each[1])] == []
 
 
 @pytest.mark.parametrize(
