@@ -152,6 +152,7 @@ class MeanSquare(nn.Module):
 
 
 def test_a_root_may_be_empty():
+    """A model whose root has no parameters of its own has the same losses and norms on 1 and 2 ranks."""
     one, two = (run_on_ranks(train_without_root, ranks, show=False)[0] for ranks in (1, 2))
     assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-6)
 
@@ -166,7 +167,7 @@ def test_a_root_may_be_empty():
     ids=["scalar", "frozen", "complex"],
 )
 def test_parameters_that_it_cannot_shard_are_refused(param):
-    """Scalars, complex and frozen parameters and those without elements get one sentence with their name."""
+    """Scalars, complex parameters and frozen ones get one sentence with their name."""
     model = nn.Module()
     model.odd = param
     with pytest.raises(ValueError, match="odd is frozen, complex or has no rows"):
@@ -194,6 +195,7 @@ def misuse() -> None:
 
 
 def test_misuse_is_refused():
+    """An optimizer over full parameters, a state dict of freed ones, and a unit with two outputs are refused."""
     run_on_ranks(misuse, 2, show=False)
 
 

@@ -296,6 +296,7 @@ def build_with_attributes() -> list[Any]:
 
 
 def test_parameters_keep_their_attributes():
+    """The shards of a model have the attributes that its parameters had."""
     assert run_on_ranks(build_with_attributes, 2, show=False) == [["small", None, None, "small"]] * 2
 
 
