@@ -34,8 +34,8 @@ from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run
 from bench.suite.execution import Run, execute
 from nanoGPT.dataset import find_mixture
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.parse import parse
-from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.job.start import check_run
 from nanoGPT.prepare.meta import read_dataset_meta
 from nanoGPT.train_config import TrainConfig, field_names

@@ -32,8 +32,8 @@ from torch.autograd import DeviceType
 from bench.phases import PHASES, ROOT, Ranks, find_phase, load_config_class
 from nanoGPT import observers
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.parse import parse
-from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.train_config import TrainConfig, validate
 from operate.launch import split_arguments
 from operate.ranks import RankFailed, run_on_ranks

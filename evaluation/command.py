@@ -20,7 +20,8 @@ from evaluation.tasks import select_problems, write_tasks
 from nanoGPT.distributed.process_group import join_process_group
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, RunError
-from nanoGPT.job.program import command_line, report_errors, unbreakable_output
+from nanoGPT.job.command import command_line, report_errors
+from nanoGPT.job.program import unbreakable_output
 from nanoGPT.job.start import listen_for_signals, report_job_errors
 from nanoGPT.observers import Flags
 from nanoGPT.sample import choose_run

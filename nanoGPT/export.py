@@ -29,7 +29,7 @@ from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.checkpoint.training_state import FullState, order_for_optimizer, read_full_state, remove_defaults
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.model import GPTConfig, ModelConfig, make_shape
 from nanoGPT.prepare.download import TIKTOKEN_FILES, install_gpt2_vocabulary
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity

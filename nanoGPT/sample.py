@@ -22,7 +22,7 @@ from nanoGPT.checkpoint.starting_point import is_run, read_weights
 from nanoGPT.checkpoint.training_state import load_weights, read_full_state
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.model import GPT, ModelConfig, make_shape
 from nanoGPT.prepare.meta import TokenizerIdentity
 from nanoGPT.prepare.tokenizer import CharTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer

@@ -46,8 +46,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from measure.memory_limits import check_memory
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.parse import parse
-from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.train_config import TrainConfig
 from operate.connection import source_address

@@ -35,10 +35,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from measure.memory_limits import check_memory
 from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.errors import STALLED, ConfigError, blames_peer
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.log import append_to_log
 from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
-from nanoGPT.job.program import command_line, report_errors
 from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from operate.run_files import find_newest_run, read_json_lines, read_json_object
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only a drawing needs it

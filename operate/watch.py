@@ -20,7 +20,7 @@ from rich.text import Text
 
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from operate.run_files import find_newest_run, read_heartbeats, read_json_lines, read_json_object
 
 PERIOD = 1.0  # seconds between two updates

@@ -28,7 +28,7 @@ from nanoGPT.costs import storage_bytes
 from nanoGPT.dataset import TRAIN, TokenData, to_device
 from nanoGPT.distributed.launched_ranks import read_launched_ranks
 from nanoGPT.distributed.sharding import assign_owners
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups, run_closure
 from nanoGPT.train_config import TrainConfig

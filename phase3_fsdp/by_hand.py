@@ -284,7 +284,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
 
 
 if __name__ == "__main__":
-    from nanoGPT.job.program import command_line, report_errors
+    from nanoGPT.job.command import command_line, report_errors
 
     with report_errors():
         command_line(main, sys.argv[1:])

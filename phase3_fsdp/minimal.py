@@ -362,7 +362,7 @@ def main(
 
 
 if __name__ == "__main__":
-    from nanoGPT.job.program import command_line, report_errors
+    from nanoGPT.job.command import command_line, report_errors
 
     with report_errors():
         command_line(main, sys.argv[1:])

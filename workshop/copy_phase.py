@@ -21,7 +21,7 @@ from shlex import quote
 from bench.phases import ROOT, find_package
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from workshop.imports import find_modules, find_needed_modules
 
 TEMPLATES = Path(__file__).parent / "copied"

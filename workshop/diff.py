@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from bench.phases import find_package
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.command import report_errors
 from workshop.imports import ROOT
 from workshop.steps import render_steps
 

@@ -10,7 +10,7 @@ import sys
 
 from bench.phases import PHASES
 from nanoGPT.files import write_atomically
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from workshop.diff import BASELINE, ROOT, TAG, find_hunks
 
 DIFFS = ROOT / "out" / "diffs.html"

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.phases import load_config_class
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError, did_you_mean
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.start import main as run_trainer_program
 from nanoGPT.model import Block
 from nanoGPT.optim import grad_norm

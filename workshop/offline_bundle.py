@@ -22,7 +22,7 @@ from pathlib import Path
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA, DOWNLOADS
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from workshop.copy_phase import MAX_DATASET_BYTES
 from workshop.imports import ROOT
 from workshop.set_up import BUNDLE, describe_platform

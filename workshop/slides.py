@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import write_atomically
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from workshop.imports import ROOT
 from workshop.notebooks import list_scripts
 

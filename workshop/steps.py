@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.command import report_errors
 from workshop.imports import ROOT
 
 STEP_BLOCK = re.compile(r"(<!-- step:(\S+?):(\S+?):(\w+) -->\n).*?(<!-- /step -->)", re.DOTALL)

@@ -18,7 +18,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from workshop.copy_phase import create_new_directory
 from workshop.exercises.stubs import find_target, strip_solution
 from workshop.imports import ROOT

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.checkpoints.fault_points import RANKS, Saver, kill_at_every_point, kill_ranks, load_and_save
 from nanoGPT.checkpoint.manifest import step_directories
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from operate.ranks import collect, run_on_ranks, start_ranks
 
 

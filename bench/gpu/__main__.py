@@ -28,7 +28,7 @@ from bench.kernels.cases import CASE_BUILDERS
 from bench.tables.records import RESULTS, read_results, write_result_of
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import PACKAGE, write_atomically
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.command import report_errors
 
 SKIPPED = 5  # exit code of a task that cannot run here
 STATES: dict[int | None, str] = {0: "done", SKIPPED: "skipped"}  # by exit code

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from bench.kernels.machine_code import inspect_machine_code
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.command import report_errors
 from phase2_triton.kernels import (
     adamw,
     attention,

@@ -20,7 +20,7 @@ import torch
 
 from bench.kernels.cases import GPT2_WIDTHS, Case, build_cases
 from bench.kernels.kernels import Stopwatch, build_passes, kernel_device, parse_names
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from phase2_triton.kernels.core import (
     CONFIG_FILE,
     architecture_with_version,

@@ -5,11 +5,11 @@ import multiprocessing.forkserver
 import sys
 
 if __name__ == "__main__":  # start the fork server first: it imports torch while this process does the same
-    multiprocessing.set_forkserver_preload(["bench.plan.planner"])
+    multiprocessing.set_forkserver_preload(["bench.plan.planner", "torch._dynamo"])  # the first trace imports dynamo
     multiprocessing.forkserver.ensure_running()
 
 from bench.plan.plan import PlanConfig, main
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 
 if __name__ == "__main__":
     with report_errors():

@@ -3,7 +3,7 @@
 import sys
 
 from bench.suite.suite import SuiteConfig, main
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 
 if __name__ == "__main__":
     try:

@@ -18,7 +18,7 @@ from bench.phases import PHASES, ROOT
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import ABSENT, lock_directory, write_atomically
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.command import report_errors
 from nanoGPT.job.start import handle_stop_signals
 
 SLURM = "operate/deploy/slurm.sh"

@@ -3,7 +3,7 @@
 import sys
 
 from bench.tables.tables import main
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 
 if __name__ == "__main__":
     with report_errors():

@@ -11,7 +11,7 @@ from pathlib import Path
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import is_present
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 
 
 def main(out_dir: str) -> None:

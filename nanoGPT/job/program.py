@@ -1,4 +1,4 @@
-"""What every program needs: a command line of the form `--name=value`, unbreakable output, and errors in one sentence.
+"""What every program needs: flags of the form `--name=value`, and unbreakable output.
 
 Printing can fail: a terminal is closed, `| head` exits, or the disk of a log file is full. A training run continues in
 each of these cases, and output that cannot be printed is dropped.
@@ -18,26 +18,6 @@ from nanoGPT.errors import ConfigError, did_you_mean
 
 HELP = {"--help", "-h"}
 Texts = dict[str, list[str | None]]  # the values of each flag, by its name; None: a flag without a value
-
-
-def command_line(target: Any, arguments: list[str]) -> Any:
-    """Parse a command line, and create a dataclass or call a function with the values.
-
-    Args:
-        target: the dataclass or the function. Its parameters are the flags.
-        arguments: the command line without the program's name. `--flag` without a value sets a bool to True.
-
-    Raises:
-        ConfigError: a flag is unknown or missing, or a value has the wrong type.
-        SystemExit: with code 0 for `--help`.
-    """
-    if HELP & {*arguments}:
-        print_help(target)
-    values = convert_texts(target, collect_flags(join_flag_values(arguments)))
-    for parameter in inspect.signature(target).parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in values:
-            raise ConfigError(f"--{parameter.name} is missing: add --{parameter.name}=VALUE; --help describes it")
-    return target(**values)
 
 
 def print_help(target: Any, default: Any = None) -> None:
@@ -144,7 +124,7 @@ def join_flag_values(arguments: list[str]) -> list[str]:
     return joined
 
 
-# ---- output and errors
+# ---- output
 
 
 class DroppingFile(io.FileIO):
@@ -184,26 +164,3 @@ def unbreakable_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = original_streams
-
-
-@contextlib.contextmanager
-def report_errors(output_is_optional: bool = True) -> Iterator[None]:
-    """Wrap a program: print a ConfigError, an OSError or a MemoryError as one sentence, and exit with code 2.
-
-    KeyboardInterrupt is raised again. If it is not caught, the program prints "stopped" and exits with code 130.
-
-    Args:
-        output_is_optional: whether the program continues if its output cannot be printed. Characters that the terminal
-            cannot show are printed with a backslash in any case.
-    """
-    if not output_is_optional and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    with unbreakable_output() if output_is_optional else contextlib.nullcontext():
-        try:
-            yield
-        except (ConfigError, OSError, MemoryError) as error:
-            print(f"error: {str(error) or 'out of memory: use a machine with more memory'}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            sys.excepthook = lambda *_: print("\nstopped", file=sys.stderr)
-            raise

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA, is_present, size_of
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.prepare.directory import (
     PROGRESS,
     SHARD_TOKENS,

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from shlex import quote
 
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from operate.autopsy.causes import Cause, find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
 from operate.run_files import find_newest_run

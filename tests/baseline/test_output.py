@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanoGPT.distributed.environment import read_git_commit
-from nanoGPT.job.program import report_errors
+from nanoGPT.job.command import report_errors
 from tests.helpers.checkpoints import list_steps
 from tests.helpers.programs import DEADLINE, Program, await_steps, make_flags, run_program
 from tests.helpers.training import ROOT, TINY

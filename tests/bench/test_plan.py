@@ -50,7 +50,7 @@ from bench.plan.speed import (
 from bench.plan.trace import MEMORY_STAGES, trace
 from nanoGPT.costs import count_gpt2_params
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.model import GPTConfig
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.marks import mark_slow

@@ -23,7 +23,7 @@ from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
-from nanoGPT.job.program import command_line
+from nanoGPT.job.command import command_line
 from nanoGPT.train_config import TrainConfig, validate
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import assert_refused, run_program

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-import nanoGPT.job.program
+import nanoGPT.job.command
 from evaluation import settings as solve
 from nanoGPT.job.parse import parse
 from nanoGPT.train_config import TrainConfig, validate
@@ -39,7 +39,7 @@ SETUP_VARIABLES = (
 )  # without an effect if everything is set up, or checked below
 SENTINEL = "some-value"
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-PARSE = nanoGPT.job.program.command_line
+PARSE = nanoGPT.job.command.command_line
 
 
 class Parsed(Exception):
@@ -158,9 +158,9 @@ def check_module(module: str, flags: list[str]) -> None:
     if not flags or "--help" in flags or "command_line(" not in Path(main.origin).read_text():
         return  # a sentence may name a program without its arguments
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nanoGPT.job.program, "command_line", parse_only)
+        patch.setattr(nanoGPT.job.command, "command_line", parse_only)
         patch.setattr(sys, "argv", [module, *flags])
-        patch.setattr("nanoGPT.job.program.report_errors", lambda **_options: contextlib.nullcontext())
+        patch.setattr("nanoGPT.job.command.report_errors", lambda **_options: contextlib.nullcontext())
         with pytest.raises(Parsed):
             runpy.run_module(module, run_name="__main__")
 

@@ -12,8 +12,8 @@ import pytest
 from bench.gpu.__main__ import parse_arguments
 from nanoGPT.checkpoint.manifest import serialize_manifest
 from nanoGPT.errors import ConfigError
+from nanoGPT.job.command import command_line
 from nanoGPT.job.parse import parse
-from nanoGPT.job.program import command_line
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.prepare import own_text
 from nanoGPT.sample import SampleConfig

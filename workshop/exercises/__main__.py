@@ -12,7 +12,7 @@ import sys
 
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import write_atomically
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from workshop.exercises.checking import check_file
 from workshop.exercises.document import write_document
 from workshop.exercises.proving import prove_all

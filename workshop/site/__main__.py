@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from workshop.site.explorers import render_explorer
 from workshop.site.sources import ROOT, append_contents, copy_documents, list_sources, replace_blocks
 

@@ -10,7 +10,7 @@ split.
 import sys
 
 from nanoGPT.files import DATA
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.prepare.directory import SHARD_TOKENS
 from nanoGPT.prepare.streaming import hub_corpus, prepare_stream
 

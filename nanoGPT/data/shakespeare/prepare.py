@@ -7,7 +7,7 @@ The first 90% of the text is the train split, the rest is the val split.
 
 import sys
 
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.prepare.text import prepare_shakespeare
 
 

@@ -7,7 +7,7 @@
 
 import sys
 
-from nanoGPT.job.program import command_line, report_errors
+from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.prepare.synthetic import prepare_synthetic
 
 if __name__ == "__main__":
