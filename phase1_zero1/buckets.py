@@ -14,7 +14,7 @@ This rank's slice is the output of reduce-scatter and the input of all-gather, s
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,17 +76,15 @@ class Bucket:
     Args:
         params: in the order in which the flat buffer stores them.
         options: their parameter group; every update reads it.
-        make_inner: creates the inner optimizer from the tensors of this rank's shards and the parameter group.
+        inner_class: the class of the inner optimizer, which updates this rank's shards.
         group: the process group over which the bucket is sharded.
     """
-
-    COLLECTIVES = ("reduce-scatter", "all-gather")  # the collectives of one step, with the names that the ledger uses
 
     def __init__(
         self,
         params: list[nn.Parameter],
         options: Options,
-        make_inner: Callable[[list[Tensor], Options], Optimizer],
+        inner_class: type[Optimizer],
         group: dist.ProcessGroup | None,
     ) -> None:
         self.params, self.options, self.group = params, options, group
@@ -101,7 +99,8 @@ class Bucket:
         if self.world_size > 1:  # as in DDP, all ranks start with rank 0's values
             dist.broadcast(self.flat_params, group=group, group_src=0)
         self.shards = self._create_shards()
-        self.inner = make_inner([shard.tensor for shard in self.shards], options) if self.shards else None
+        tensors: Any = [shard.tensor for shard in self.shards]
+        self.inner = inner_class([{**options, "params": tensors}]) if tensors else None  # type: ignore[call-arg]
         # One flag per parameter: this rank has a gradient. After the reduction: at least one rank has one.
         self.has_grad = [False] * len(params)
         self.ready_params: set[int] = set()  # indices of the parameters whose gradient is complete in this step
@@ -186,9 +185,7 @@ class Bucket:
         self._update_masters()
         if self.inner:
             inner_group = self.inner.param_groups[0]
-            inner_group.update(
-                {name: self.options[name] for name in inner_group if name in self.options and name != "params"}
-            )
+            inner_group.update({**self.options, "params": inner_group["params"]})
             self.inner.step()
         for shard in self._masters():
             self.flat_params[shard.bucket_slice].copy_(shard.tensor.view(-1))

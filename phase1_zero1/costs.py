@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import nanoGPT.costs
 from nanoGPT.costs import Costs, moment_bytes, optimizer_bytes
 from nanoGPT.distributed.runtime import Runtime
+from phase1_zero1.muon import OwnedMatrix
 from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -31,7 +32,7 @@ def step_costs(model: nn.Module, optimizer: DataParallelOptimizer, config: Zero1
     if isinstance(optimizer, Zero1Optimizer):
         return flat_costs(optimizer, params, config.gradient_accumulation_steps // N, N)
     state = {"parameters": 4 * params, "gradients": 4 * params, "optimizer_state": inner_state_bytes(optimizer)}
-    traffic = Counter({(kind, N): 4 * params for kind in optimizer.collectives})
+    traffic = Counter({(kind, N): 4 * params for kind in ("all-reduce", "broadcast")})
     return Costs(state, traffic if N > 1 else Counter())
 
 
@@ -41,7 +42,8 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: in
     length = num_params = local_length = 0
     for bucket in optimizer.buckets:
         size = bucket.flat_params.numel()
-        reduce, gather = bucket.COLLECTIVES
+        has_owner = isinstance(bucket, OwnedMatrix)
+        reduce, gather = ("reduce", "broadcast") if has_owner else ("reduce-scatter", "all-gather")
         traffic[reduce, N] += 4 * size * (micro_batches if optimizer.shards_gradients else 1)
         traffic[gather, N] += 4 * size
         if bucket.shards:
@@ -58,7 +60,7 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: in
 
 def inner_state_bytes(optimizer: DataParallelOptimizer) -> int:
     """Return the bytes of optimizer state on this rank after the first step."""
-    return sum(map(optimizer_bytes, optimizer.inner_optimizers()))
+    return sum(map(optimizer_bytes, optimizer.inner_optimizers))
 
 
 def min_gpu_state(config: Zero1Config, world_size: int, local_world_size: int) -> float:

@@ -8,7 +8,7 @@ part, so matrices are assigned to ranks by their number of multiplications and n
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from nanoGPT.optim import muon_groups
 from nanoGPT.train_config import TrainConfig
@@ -18,11 +18,9 @@ from phase1_zero1.buckets import Bucket, Options, Shard
 class OwnedMatrix(Bucket):
     """A bucket with one matrix that is not split: its owner has the only shard, the full matrix."""
 
-    COLLECTIVES = ("reduce", "broadcast")
-
     def __init__(self, param: nn.Parameter, owner: int, options: Options, group: dist.ProcessGroup | None) -> None:
         self.owner = owner
-        super().__init__([param], options, create_muon, group)
+        super().__init__([param], options, optim.Muon, group)
 
     def _partition(self, numel: int) -> tuple[int, slice]:
         return numel, slice(0, numel if self.rank == self.owner else 0)
@@ -37,12 +35,6 @@ class OwnedMatrix(Bucket):
 
     def _gather(self) -> dist.Work | None:
         return dist.broadcast(self.flat_params, group=self.group, group_src=self.owner, async_op=True)
-
-
-def create_muon(matrices: list[Tensor], options: Options) -> optim.Muon:
-    """Return a Muon over `matrices`, with those of its arguments that `options` has."""
-    arguments = optim.Muon([torch.zeros(1, 1)]).defaults
-    return optim.Muon([{"params": matrices, **{name: options[name] for name in arguments}}])
 
 
 def sharded_muon_groups(model: nn.Module, config: TrainConfig) -> list[Options]:

@@ -46,7 +46,6 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
     """
 
     averages_gradients = True
-    collectives = ("all-reduce", "broadcast")
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[Optimizer], **defaults: Any) -> None:
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
@@ -54,6 +53,7 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
         self.trainable_params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._frozen_params = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         self.local_optimizer = optimizer_class(self._create_shards(), **defaults)  # has state for these parameters only
+        self.inner_optimizers = [self.local_optimizer]
         self.state = self.local_optimizer.state
         self._is_reduced = False
 
@@ -117,10 +117,6 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
         if state_dict.get("place") != (self.rank, self.world_size):
             raise ValueError("this state belongs to another rank or number of ranks: use sharded_checkpoint.py")
         super().load_state_dict(state_dict)
-
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Return the optimizer of the parameters that this rank owns."""
-        return [self.local_optimizer]
 
 
 def main(max_iters: int = 20, micro_batches: int = 8) -> None:

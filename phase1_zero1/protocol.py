@@ -1,6 +1,6 @@
 """The optimizer interface that train.py uses with every backend, and its implementation for DDP's optimizers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +17,12 @@ class DataParallelOptimizer(SharedOptimizer):
         averages_gradients: True if the optimizer averages gradients over the ranks, so that the model needs no DDP.
         require_backward_grad_sync: True if the next backward pass is the last one of a step. The passes before it only
             accumulate gradients.
-        collectives: the collectives of one step over all parameters, under the names of the ledger.
+        inner_optimizers: the optimizers that store this rank's state.
     """
 
     averages_gradients = False
     require_backward_grad_sync = True
-    collectives: tuple[str, ...] = ("all-reduce",)
+    inner_optimizers: Sequence[Optimizer] = ()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -32,10 +32,6 @@ class DataParallelOptimizer(SharedOptimizer):
     def reduce_gradients(self) -> list[Tensor]:
         """Return this rank's averaged gradients: those of its shards, or of all parameters. Collective."""
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that store this rank's state."""
-        return []
 
     def wait_for_params(self) -> None:
         """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
@@ -56,14 +52,9 @@ class DdpOptimizer(DataParallelOptimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
-        if hasattr(inner, "optim"):
-            self.collectives = ("all-reduce", "broadcast")
         super().__init__(inner.param_groups, {})  # the same group objects, so that both see a new learning rate
-        self.state = self.inner_optimizers()[0].state
-
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Return the one optimizer that stores this rank's state."""
-        return [getattr(self.inner, "optim", self.inner)]
+        self.inner_optimizers = [getattr(inner, "optim", inner)]
+        self.state = self.inner_optimizers[0].state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer; `closure` computes the loss first."""

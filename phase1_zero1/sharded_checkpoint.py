@@ -6,7 +6,6 @@ finds in its index the ranges that overlap with those of the reading rank. No ra
 Only the checkpoint of another phase is read as full tensors.
 """
 
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from nanoGPT.checkpoint.dcp_reader import read_shards
 from nanoGPT.checkpoint.dcp_writer import write_shards
 from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.training_state import FullState, check_shapes, load_weights, read_full_state, shapes_of
+from nanoGPT.checkpoint.training_state import check_shapes, load_weights, read_full_state, shapes_of
 from nanoGPT.optim import allocate_state
 from phase1_zero1.protocol import DataParallelOptimizer
 
@@ -79,43 +78,31 @@ def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) 
     Raises:
         ConfigError: the parameters in the checkpoint are not those of the model.
     """
-    for inner in optimizer.inner_optimizers():
+    for inner in optimizer.inner_optimizers:
         allocate_state(inner)
-    full = read_full_state(path)
+    state, full = training_state(model, optimizer), read_full_state(path)
     check_shapes(path, full.shapes, shapes_of(dict(model.named_parameters())))
+    places = {f"optimizer.{name}.{item}": (name, item) for name, items in full.optimizer.items() for item in items}
     # All ranks must take the same branch, so only the checkpoint decides. Phase 3 stores moments as matrices.
-    if full.reader and all(len(size) < 2 for key, size in full.reader.sizes.items() if key.startswith("optimizer.")):
-        state, stored = training_state(model, optimizer), full.reader.sizes
-        read_shards(full.reader, {key: value for key, value in state.items() if key in stored})
-        clear_missing_state(model, optimizer, stored)
+    if full.reader and all(len(full.reader.sizes[key]) < 2 for key in places):
+        read_shards(full.reader, {key: value for key, value in state.items() if key in full.reader.sizes})
     else:
         load_weights(model, full.model)
-        clear_missing_state(model, optimizer, copy_full_optimizer_state(full, model, optimizer))
-
-
-def copy_full_optimizer_state(full: FullState, model: nn.Module, optimizer: DataParallelOptimizer) -> set[str]:
-    """Copy this rank's shards out of full tensors, and return the keys of the optimizer state in `full`."""
+        for key in state.keys() & places:
+            name, item = places[key]
+            copy_part(full.optimizer[name][item], state[key])
     names = {param: name for name, param in model.named_parameters()}
-    for param, offset, items in optimizer.local_state():
-        for item, value in items.items():
-            if (full_value := full.optimizer.get(names[param], {}).get(item)) is not None:
-                part = full_value.flatten()[offset : offset + value.numel()]
-                value.copy_(part.view_as(value) if value.dim() else full_value)
-    return {f"optimizer.{name}.{item}" for name, items in full.optimizer.items() for item in items}
-
-
-@torch.no_grad()
-def clear_missing_state(model: nn.Module, optimizer: DataParallelOptimizer, stored: Container[str]) -> None:
-    """Clear the state of each parameter without stored state, and copy missing masters from their parameters.
-
-    Args:
-        stored: the keys of the checkpoint.
-    """
-    names = {param: name for name, param in model.named_parameters()}
-    for param, offset, items in list(optimizer.local_state()):
-        stored_items = {item for item in items if f"optimizer.{names[param]}.{item}" in stored}
-        if "master" in items and "master" not in stored_items:
-            master = items["master"]
-            master.copy_(param.detach().flatten()[offset : offset + master.numel()].view_as(master))
-        if not stored_items - {"master"}:
+    for param, _, items in list(optimizer.local_state()):
+        keys = {item: f"optimizer.{names[param]}.{item}" for item in items}
+        master = keys.pop("master", None)
+        if master and master not in places:
+            copy_part(param.detach(), state[master])
+        if not places.keys() & keys.values():  # a parameter that has never had a gradient has no state
             optimizer.state[param].clear()
+
+
+def copy_part(full: Tensor, target: Tensor) -> None:
+    """Copy to a shard its range of a full tensor, or all of it if `target` is not a shard."""
+    if isinstance(target, FlatShard):
+        full = full.flatten()[target.offset : target.offset + target.numel()]
+    target.copy_(full)

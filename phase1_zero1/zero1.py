@@ -111,6 +111,7 @@ class Zero1Optimizer(DataParallelOptimizer):
         check_params(all_params, process_group)
         self._frozen_params = [p for p in all_params if not p.requires_grad]  # in no bucket
         self.buckets = [bucket for group in self.param_groups for bucket in self._make_buckets(group)]
+        self.inner_optimizers = [bucket.inner for bucket in self.buckets if bucket.inner]
         self._bucket_order = list(range(len(self.buckets)))  # the order in which all ranks reduce the buckets
         self._fill_order: list[int] | None = []  # the order on this rank; None after all use rank 0's
         for bucket_index, bucket in enumerate(self.buckets):
@@ -120,10 +121,6 @@ class Zero1Optimizer(DataParallelOptimizer):
             self._register_hooks(bucket_index, bucket)
 
     def _make_buckets(self, group: Options) -> Iterator[Bucket]:
-        def make_inner(shards: list[Tensor], group: Options) -> optim.Optimizer:
-            options = {name: group[name] for name in self.defaults}
-            return self.optimizer_class([{"params": shards, **options}])  # type: ignore[call-arg]
-
         if group.get("has_owners"):
             owner = assign_owners(group["params"], self.world_size, count_multiplications)
             for param in reversed(group["params"]):
@@ -132,7 +129,7 @@ class Zero1Optimizer(DataParallelOptimizer):
             return
         for params in split_into_buckets(group["params"], self.bucket_mb * 2**20 if self.world_size > 1 else math.inf):
             bucket_class = Zero2Bucket if self.shards_gradients else Bucket
-            yield bucket_class(params, group, make_inner, self.process_group)
+            yield bucket_class(params, group, self.optimizer_class, self.process_group)
 
     def _register_hooks(self, bucket_index: int, bucket: Bucket) -> None:
         """Register a hook for each parameter of a bucket. Autograd calls it once per backward pass and parameter."""
@@ -327,10 +324,6 @@ class Zero1Optimizer(DataParallelOptimizer):
         for shard in self.shards:
             master = {} if shard.tensor.dtype == shard.param.dtype else {"master": shard.tensor}
             yield shard.param, shard.offset, {**self.state[shard.param], **master}
-
-    def inner_optimizers(self) -> list[optim.Optimizer]:
-        """Return the optimizers that store this rank's state, at most one per bucket."""
-        return [bucket.inner for bucket in self.buckets if bucket.inner]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shards. It loads only on the same rank of the same number of ranks.

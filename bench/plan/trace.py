@@ -48,7 +48,6 @@ from nanoGPT.optim import allocate_state, clip_grads, configure_optimizer, grad_
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1 import parallelize as zero1
 from phase1_zero1 import zero1 as zero1_optimizer
-from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton import apply as triton
 from phase2_triton.kernels import checks, linear_cross_entropy
@@ -312,8 +311,7 @@ MEMORY_STAGES = ("last forward", "head", "last backward", "middle", "first backw
 
 def allocate_optimizer_state(optimizer: Optimizer) -> None:
     """Allocate the state of an optimizer, as its first step does."""
-    inner_optimizers = optimizer.inner_optimizers() if isinstance(optimizer, DataParallelOptimizer) else []
-    for inner in inner_optimizers or [optimizer]:
+    for inner in getattr(optimizer, "inner_optimizers", None) or [optimizer]:
         allocate_state(inner)
 
 

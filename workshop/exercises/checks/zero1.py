@@ -160,7 +160,7 @@ def check_partition(answer: ModuleType, _: Any) -> None:
 def check_shards(answer: ModuleType, _: Any) -> None:
     model = build_model()
     params = list(model.parameters())
-    bucket = Bucket(params, {"lr": 1e-3, "params": params}, lambda shards, group: AdamW(shards), None)
+    bucket = Bucket(params, {"lr": 1e-3, "params": params}, AdamW, None)
     numel = sum(p.numel() for p in params)
     for shard in bucket.shards:
         expect(shard.tensor.numel() > 0, "A shard is empty: a parameter outside of this rank's slice has no shard.")
@@ -200,7 +200,7 @@ def check_shards(answer: ModuleType, _: Any) -> None:
         "element belongs to exactly one rank.",
     )
     equal = [nn.Parameter(torch.zeros(2 * ALIGN)) for _ in range(dist.get_world_size())]
-    bucket = Bucket(equal, {"lr": 1e-3, "params": equal}, lambda shards, group: AdamW(shards), None)
+    bucket = Bucket(equal, {"lr": 1e-3, "params": equal}, AdamW, None)
     expect(
         len(bucket.shards) == 1,
         f"This rank has {len(bucket.shards)} shards instead of 1: a parameter that ends where the slice begins has no "
@@ -208,7 +208,7 @@ def check_shards(answer: ModuleType, _: Any) -> None:
     )
     for dtype in (torch.bfloat16, torch.float16):
         halves = [nn.Parameter(p.detach().to(dtype)) for p in params]
-        low = Bucket(halves, {"lr": 1e-3, "params": halves}, lambda shards, group: AdamW(shards), None)
+        low = Bucket(halves, {"lr": 1e-3, "params": halves}, AdamW, None)
         expect(
             all(shard.tensor.dtype == torch.float32 for shard in low.shards),
             f"The shard of a parameter in {dtype} must be a copy in fp32, or small updates are rounded away.",
@@ -222,9 +222,7 @@ def check_shards(answer: ModuleType, _: Any) -> None:
 def check_reduce(answer: ModuleType, expected: dict[str, Any]) -> None:
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
     params = [nn.Parameter(torch.zeros(64))]
-    bucket = Bucket(
-        params, {"lr": 1e-3, "params": params}, lambda shards, group: AdamW(shards), pairs[dist.get_rank() // 2]
-    )
+    bucket = Bucket(params, {"lr": 1e-3, "params": params}, AdamW, pairs[dist.get_rank() // 2])
     bucket.flat_grads.fill_(10.0 ** dist.get_rank())
     with shared_folder() as folder:
         deadline = time.monotonic() + 5
