@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanoGPT.checkpoint.ckpt import write_ckpt
 from nanoGPT.checkpoint.hugging_face import read_hf
 from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.training_state import load_weights, read_ckpt, write_ckpt
+from nanoGPT.checkpoint.training_state import load_weights, read_ckpt
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
