@@ -56,7 +56,7 @@ class Runtime:
         observers: the observers of the run.
         lock: the lock file of out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
-        group: the process group of `any` and `gather`; None: the default group.
+        group: the process group of `max` and `gather`; None: the default group.
         end_callbacks: called on every rank when training has ended.
         timeout: how long a collective of `group` may take; None: torch's default.
         token: random identity of this start of the job, the same on all ranks.
@@ -109,10 +109,6 @@ class Runtime:
             dist.all_reduce(value)
         return value
 
-    def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Return for each flag whether any rank has set it. Collective over CPU tensors: it does not wait for GPUs."""
-        return tuple(map(bool, self.max(*flags)))
-
     def max(self, *values: int) -> tuple[int, ...]:
         """Return the maximum of each value over all ranks. Collective over CPU tensors: it does not wait for GPUs."""
         if self.world_size == 1:
@@ -158,7 +154,7 @@ class Runtime:
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
-        self.any(False)
+        self.max(0)
 
     def finish(self) -> None:
         """Wait for work in other threads, such as an asynchronous save. Collective."""
