@@ -244,7 +244,7 @@ class TokenData:
         self.datasets = [open_dataset(*part, block_size, stride) for part in find_mixture(dataset)]
         self.tokenizer = self.datasets[0].meta["tokenizer"]
         for other in self.datasets:
-            if other.meta["tokenizer"] != self.tokenizer:
+            if other.meta["tokenizer"]["sha256"] != self.tokenizer["sha256"]:
                 raise ConfigError(
                     f"--dataset={dataset} mixes tokenizers: {self.datasets[0].name} and {other.name} have different "
                     "ones; mix datasets that were prepared with the same tokenizer and vocabulary"

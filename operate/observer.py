@@ -43,7 +43,7 @@ from operate.restart import (
     watch_launcher,
 )
 from operate.run_description import describe_run
-from operate.schedule import describe_schedule
+from operate.schedule import describe_changes, describe_schedule
 from operate.trackers import Tracker
 
 RECORDED_COLLECTIVES = "500"  # per rank, by torch's flight recorder
@@ -139,7 +139,7 @@ class Observer(observers.Observer):
         if self.run.is_main and not self.config.eval_only:
             manifests = (each for _, each in read_manifests(self.out_dir) if each["step"] == first_step)
             saved = next(manifests, {"config": vars(self.config)})["config"]  # a new run is compared with itself
-            for sentence in describe_schedule(self.config, saved):
+            for sentence in (*describe_changes(self.config, saved), *describe_schedule(self.config, saved)):
                 print(sentence, flush=True)
         if self.run.is_main and self.flags.track != "none":
             self.tracker = Tracker(self.config, self.flags.track, self.run, first_step, vars(model.config))

@@ -1,9 +1,23 @@
-"""Describe what is easy to overlook in a schedule of the learning rate."""
+"""Describe what is easy to overlook in a configuration: its schedule, and what a resume has changed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nanoGPT.job.parse import RUN_FIELDS
 from nanoGPT.train_config import TrainConfig
+
+
+def describe_changes(config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence that lists the values which differ from those of the checkpoint, if there are any.
+
+    Args:
+        config: the configuration of the run.
+        saved: the configuration of the checkpoint, perhaps of another phase; that of the run itself, if it is new.
+    """
+    values = {name: value for name, value in vars(config).items() if name not in {*RUN_FIELDS, "init_from"}}
+    changes = [f"{k} {saved[k]} to {value}" for k, value in values.items() if k in saved and saved[k] != value]
+    if changes:
+        yield f"changed since the checkpoint: {', '.join(changes)}"
 
 
 def describe_schedule(config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:

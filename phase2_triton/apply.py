@@ -97,10 +97,11 @@ def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size:
         head_size: channels of an attention head. auto leaves out attention if its kernel does not support them.
 
     Returns:
-        none, all or a list of kernels.
+        none, all (which phases 1 and 3 call triton) or a list of kernels.
     """
-    if kernels.strip().lower() != "auto":
-        return kernels
+    word = kernels.strip().lower()
+    if word != "auto":
+        return "all" if word == "triton" else kernels
     if device_type != "cuda":
         return "none"
     names = AUTO_COMPILED if is_compiled else AUTO_EAGER
@@ -138,7 +139,7 @@ def resolve_kernels(config: TrainConfig, kernels: str, device_type: str) -> str:
 
     Args:
         config: its `n_embd`, `n_head` and `compile` are used.
-        kernels: a value of `--kernels` in such a phase: triton for all, auto, none, or a list.
+        kernels: a value of `--kernels`. triton and all mean all that these phases support.
         device_type: the type of the device that the model runs on.
 
     Raises:
@@ -146,8 +147,8 @@ def resolve_kernels(config: TrainConfig, kernels: str, device_type: str) -> str:
     """
     kernels, supported = kernels.strip().lower(), ",".join(name for name in KERNELS if name != "adamw")
     names = select_kernels(kernels, device_type, config.compile, config.n_embd // config.n_head)
-    parsed = parse_kernels(supported if kernels == "triton" else names, f"triton, none, auto, or some of {supported}")
-    if kernels == "auto":
+    parsed = parse_kernels(names, f"triton, none, auto, or some of {supported}")
+    if kernels in ("auto", "all", "triton"):
         parsed -= {"adamw"}
     if "adamw" in parsed:
         raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")
@@ -161,7 +162,7 @@ def apply_resolved_kernels(model: GPT, config: TrainConfig, kernels: str, run: R
     shaped = dataclasses.replace(config, n_head=model.config.n_head, n_embd=model.config.n_embd)
     resolved = resolve_kernels(shaped, kernels, run.device.type)
     if kernels.lower() != "none":
-        requested = {"auto": "auto", "triton": "all"}.get(kernels.strip().lower(), resolved)
+        requested = kernels if kernels.strip().lower() in ("auto", "all", "triton") else resolved
         for line in apply_kernels(model, requested, run.device.type, config.compile):
             run.print0(line)
     return resolved
@@ -287,7 +288,7 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, i
     names = parse_kernels(select_kernels(kernels, device_type, is_compiled, head_size))
     changes = {name: change for name in sorted(names - {"adamw"}) if (change := find_change(model, name))}
     lines, word = [], kernels.strip().lower()
-    if word in ("all", "auto"):
+    if word in ("all", "auto", "triton"):
         names -= changes.keys()
         lines = [describe_auto(names, device_type)] if word == "auto" else []
         lines += [f"kernels: {word} leaves out {name}, because {change}" for name, change in changes.items()]
@@ -295,7 +296,7 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, i
         return [*lines, "kernels: none, the model uses torch's operations"]
     if reason := unavailable_reason(device_type):
         return [*lines, f"kernels: none, the model uses torch's operations: {reason}"]
-    if changes and word not in ("all", "auto"):
+    if changes and word not in ("all", "auto", "triton"):
         raise ModelError(
             "the kernels would not compute what the model does: "
             f"{'; '.join(f'{k}: {v}' for k, v in changes.items())}: use "

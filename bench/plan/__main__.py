@@ -5,7 +5,7 @@ import multiprocessing.forkserver
 import sys
 
 if __name__ == "__main__":  # start the fork server first: it imports torch while this process does the same
-    multiprocessing.set_forkserver_preload(["bench.plan.planner", "torch._dynamo"])  # the first trace imports dynamo
+    multiprocessing.set_forkserver_preload(["bench.plan.planner"])
     multiprocessing.forkserver.ensure_running()
 
 from bench.plan.plan import PlanConfig, main

@@ -98,7 +98,7 @@ def test_batches_of_recorded_runs_stay_the_same():
     assert digest.hexdigest() == "3407bebd1135b8cc25ebf3737f963d4022c58335049bfeb7a813b14a29757929"
 
 
-def write_dataset(folder: Path, first: int, *lengths: int, vocab_size: int = 6000) -> str:
+def write_dataset(folder: Path, first: int, *lengths: int, vocab_size: int = 6000, characters: str = "") -> str:
     """Write a dataset whose train split has files of these lengths, with the tokens first, first + 1, ..."""
     folder.mkdir()
     dtype = prepare.choose_token_dtype(vocab_size)
@@ -107,7 +107,7 @@ def write_dataset(folder: Path, first: int, *lengths: int, vocab_size: int = 600
         tokens = np.arange(first, first + length).astype(dtype)
         splits["train"].append(prepare.write_tokens(folder, f"train{i}.bin", tokens))
         first += length
-    identity = {"name": "char", "vocab_size": vocab_size, "sha256": "", "characters": ""}
+    identity = {"name": "char", "vocab_size": vocab_size, "sha256": str(vocab_size), "characters": characters}
     prepare.write_meta(folder, {}, identity, splits)
     return str(folder)
 
@@ -215,6 +215,12 @@ def test_a_bad_mixture_is_refused(mixture, tmp_path):
     folders = {name: write_dataset(tmp_path / name.lower(), 0, 20, vocab_size=100 + (name == "C")) for name in "ABC"}
     with pytest.raises(ConfigError, match=BAD_MIXTURES[mixture]):
         TokenData("".join(folders.get(letter, letter) for letter in mixture), 4, 1, 1)
+
+
+def test_a_tokenizer_is_known_by_its_hash(tmp_path):
+    """Datasets whose files describe the same tokenizer in other words, such as JSON with other spaces, can be mixed."""
+    a, b = write_dataset(tmp_path / "a", 0, 20), write_dataset(tmp_path / "b", 0, 20, characters="in other words")
+    assert len(TokenData(f"{a}:1,{b}:1", 4, 1, 1).datasets) == 2
 
 
 def test_a_plain_name_is_not_a_mixture(tmp_path):

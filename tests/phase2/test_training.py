@@ -329,6 +329,19 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     assert parse_kernels("Loss , gelu") == {"loss", "gelu"} and not parse_kernels("None")
 
 
+def test_all_kernels_have_one_meaning_in_every_phase():
+    """A run of phase 2 with all kernels resumes in phases 1 and 3, whose value is triton, and the other way round.
+
+    There, AdamW's kernel is left out, because it does not update shards.
+    """
+    all_kernels, triton = (resolve_kernels(TrainConfig(), kernels, "cpu") for kernels in (" All", "triton"))
+    assert parse_kernels(all_kernels) == parse_kernels(triton) == set(KERNELS) - {"adamw"}
+    models = [make_model(), make_model()]
+    lines = [apply_kernels(model, kernels) for model, kernels in zip(models, ("all", "Triton"), strict=True)]
+    assert lines[0] == lines[1] and repr(models[0]) == repr(models[1])
+    assert TritonConfig(kernels="triton").select_kernels("cpu") == "all"
+
+
 # For each way in which Triton cannot run: code that creates it, and the reason that is printed.
 UNUSABLE_TRITON = {
     "import sys; sys.modules['triton'] = None": "Triton is not installed",

@@ -26,7 +26,7 @@ from nanoGPT.prepare.meta import make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, make_char_identity, make_json_identity
 from nanoGPT.train import learning_rate
 from nanoGPT.train_config import TrainConfig
-from operate.schedule import describe_schedule
+from operate.schedule import describe_changes, describe_schedule
 from phase3_fsdp.evaluate import EvaluateConfig
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.checkpoints import make_directory, write_bytes, write_small_dataset
@@ -181,7 +181,10 @@ def test_a_missing_vocabulary_of_gpt2_is_downloaded(tmp_path, monkeypatch):
 
 
 def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
-    """A resume with more steps says that the learning rate changes at once. The flag that it names keeps the decay."""
+    """A resume with more steps says that the learning rate changes at once. The flag that it names keeps the decay.
+
+    A resume lists the changed values.
+    """
     rates = {}
     for flags in ("--max_iters=12", "--max_iters=12 --lr_decay_iters=6"):
         shutil.copytree(sources / "run", tmp_path / flags)
@@ -189,6 +192,7 @@ def test_another_decay_of_the_learning_rate_is_printed(sources, tmp_path):
         outcome = run_program("nanoGPT/train.py", *words)
         rates[flags] = read_metric(tmp_path / flags, "lr")
         assert ("--lr_decay_iters=6 keeps the decay" in outcome.output) == (flags == "--max_iters=12"), outcome
+        assert "changed since the checkpoint: max_iters 6 to 12" in outcome.output
     moved, kept = rates.values()
     assert moved[6] > moved[5] == kept[5] > kept[6] == TrainConfig.min_lr
 
@@ -200,7 +204,7 @@ def test_a_warm_up_as_long_as_the_run_is_printed(warmup, end, is_printed):
     sentences = " ".join(describe_schedule(config, vars(config)))
     assert (f"such as --warmup_iters={(end or 40) // 10}" in sentences) == is_printed
     config.warmup_iters = (end or 40) // 10
-    assert list(describe_schedule(config, vars(config))) == []
+    assert [*describe_schedule(config, vars(config)), *describe_changes(config, vars(config))] == []
     assert max(learning_rate(step, config) for step in range(40)) == config.learning_rate
 
 

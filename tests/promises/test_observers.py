@@ -10,7 +10,7 @@ from nanoGPT.job.parse import parse
 from nanoGPT.observers import Observer, Observers, find_default_observers
 from nanoGPT.train_config import TrainConfig, validate
 from operate.run_files import read_json_lines
-from tests.helpers.programs import make_flags, run_program
+from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import ROOT, TINY, tiny, train
 from workshop.ranks import losses, run_on_ranks
 
@@ -53,6 +53,12 @@ def test_the_examples_of_the_guide_work(modules):
     assert re.search(r"step 2: loss \d\.\d{4} on shakespeare_char", output)
     assert "stopped by the observer my_early_stopping; resume with --init_from=resume" in output and len(lines) < 100
     assert (modules / "run" / "checkpoints" / f"step-{lines[-1]['step'] + 1:08d}").is_dir()
+
+
+def test_the_second_dataset_of_an_example_has_the_same_tokenizer(modules):
+    """The loss on text of another tokenizer would mean nothing, so the example refuses it."""
+    flags = make_flags(**TINY, out_dir=modules / "run", observers="my_evaluation", second_dataset="shakespeare")
+    assert_refused(run_program("phase3_fsdp/train.py", *flags), "shakespeare has another tokenizer")
 
 
 INTRUDER = """import torch
