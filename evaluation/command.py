@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,19 @@ from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, RunError
 from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.program import unbreakable_output
-from nanoGPT.job.start import listen_for_signals, report_job_errors
+from nanoGPT.job.start import STOP_SIGNALS, listen_for_signals, report_job_errors
 from nanoGPT.observers import Flags
 from nanoGPT.sample import choose_run
 from operate.agreement import check_agreement
 from operate.connection import prepare_connection
-from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals
+from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals, list_rank_processes
+from operate.node_monitor import kill_processes
 from operate.nodes import NodeConfig
 from operate.out_of_memory import is_out_of_memory
 from operate.restart import watch_launcher
 from operate.run_description import describe_starting_point, digest_code, find_version
+
+STOP_SECONDS = 60.0  # time in which the ranks finish their problems after a signal
 
 # ---- start ranks
 
@@ -76,6 +81,7 @@ def start_ranks(ranks: int, arguments: list[str]) -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, "NANOGPT_LAUNCHER": str(os.getpid())}
     received_signals: list[int] = []
     forward_signals(received_signals)
+    threading.Thread(target=kill_hung_ranks, args=(received_signals,), daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
         try:
             agent = configure_agent(NodeConfig(gpus=ranks), logs)
@@ -88,6 +94,17 @@ def start_ranks(ranks: int, arguments: list[str]) -> int:
                 reason = f"it was killed by {signal.Signals(-failure.exitcode).name}: {CONTINUE}"
             print(f"error: rank {rank}: {reason}", file=sys.stderr)
             return code
+
+
+def kill_hung_ranks(received_signals: list[int]) -> None:
+    """Wait for a signal that stops the ranks, and kill those that have not stopped STOP_SECONDS later.
+
+    A rank that waits for another one, which hangs, cannot handle the signal. The answers so far are on the disk.
+    """
+    while not {*received_signals} & {*STOP_SIGNALS}:
+        time.sleep(0.5)
+    time.sleep(STOP_SECONDS)
+    kill_processes(list_rank_processes(), signal.SIGKILL)
 
 
 # ---- one rank

@@ -192,13 +192,13 @@ def leave_after_signal(clean_up: Callable[[], None]) -> None:
 
 
 def wait_for_rank(pid: int) -> int:
-    """Wait until a rank has exited, and return its exit code, or the number of the signal that ended it.
+    """Wait until a rank has exited, and return its exit code, or 128 plus the number of the signal that ended it.
 
     The agent of torch waits for the same processes. If it has read the exit code first, return 0.
     """
     with contextlib.suppress(ChildProcessError):
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        return result.si_status if result else 0
+        if result := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
+            return result.si_status if result.si_code == os.CLD_EXITED else 128 + result.si_status
     return 0
 
 

@@ -21,6 +21,7 @@ from nanoGPT.job.parse import load_saved_config
 from nanoGPT.job.start import handle_stop_signals
 from nanoGPT.train_config import TrainConfig
 from operate.store import port_number
+from operate.watchdog import is_alive
 
 ELASTIC_VARIABLE = "NANOGPT_ELASTIC"  # set by `make elastic`: the address of its store, and the name of the job
 STOP_KEY = "stop"  # in the store of an elastic job: the exit code and the reason
@@ -188,4 +189,7 @@ def stop_with_launcher(launcher: int) -> None:
 def watch_launcher() -> None:
     """Start a thread that stops this process when its launcher has exited, if a launcher has started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "NANOGPT_PARENT" in os.environ:
-        threading.Thread(target=stop_with_launcher, args=(os.getppid(),), daemon=True).start()
+        launcher = int(os.environ.get("NANOGPT_LAUNCHER") or os.environ.get("NANOGPT_PARENT") or os.getppid())
+        # A launcher that was killed while this process imported torch is no longer the parent.
+        parent = os.getppid() if is_alive(launcher) else launcher
+        threading.Thread(target=stop_with_launcher, args=(parent,), daemon=True).start()

@@ -48,11 +48,11 @@ def replace_json(path: Path, content: dict[str, Any]) -> None:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file with one JSON object per line. Lines that were cut off are left out."""
-    objects = []
+    values = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
-            objects.append(json.loads(line))
-    return objects
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def read_by_rank(folder: Path, pattern: str) -> dict[int, Path]:

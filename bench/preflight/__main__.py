@@ -27,6 +27,7 @@ from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from bench.preflight import node
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command import command_line, report_errors
+from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 from operate.launch import read_checked_config, run_job, split_arguments
@@ -73,6 +74,9 @@ def main(arguments: list[str]) -> int:
     meeting = Rendezvous(place)
     with meeting.share_errors():
         config = read_checked_config(trainer, trainer_arguments, meeting)
+        resumes = config.init_from == "resume"
+        if resumes or (config.out_dir != TrainConfig.out_dir and Path(config.out_dir).exists()):
+            check_out_dir(Path(config.out_dir), resumes)
     shape = make_shape({**vars(config), "vocab_size": vocabulary_size(config)})
     for check in check_node(config, place, phase, shape.count_params()):
         report(check)

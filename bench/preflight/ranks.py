@@ -30,6 +30,8 @@ from nanoGPT.errors import RunError
 from nanoGPT.files import unique_name
 from nanoGPT.job.parse import config_from_launcher
 from nanoGPT.job.start import report_job_errors, start
+from operate.agreement import check_agreement
+from operate.run_description import describe_run
 
 LARGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # of an all-reduce that measures the bandwidth
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
@@ -171,6 +173,7 @@ def main(phase: str, results: str, bytes_per_save: str, out_dir: str) -> int:
     try:
         with start(config, reads_only=True) as run:
             dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+            check_agreement(run, describe_run(config, run))
             checks = run_checks(run, Path(out_dir), int(bytes_per_save))
             if run.is_main:
                 Path(results).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bench.checks import Check, has_failed
 from bench.preflight import node, ranks
 from nanoGPT.distributed.runtime import create_runtime
-from tests.helpers.programs import make_flags, run_program
+from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import TINY, tiny
 from workshop.ranks import run_on_ranks
 
@@ -98,3 +98,5 @@ def test_the_command_prints_every_check(tmp_path):
     for subject in subjects:
         assert re.search(rf"^(pass|warn|skip)  {subject}  ", outcome.output, re.MULTILINE), (subject, outcome.output)
     assert list(tmp_path.iterdir()) == []
+    resume = run_program("bench.preflight", "--gpus=2", "phase3_fsdp/train.py", *words, "--init_from=resume")
+    assert_refused(resume, "there is no checkpoint")

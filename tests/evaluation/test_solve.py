@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evaluation import costs, gpt, units
+from evaluation import command, costs, gpt, units
 from evaluation.generation import Generator, Sampling, Task
 from evaluation.progress import Progress, wait_for_lock
 from measure.ledger import CollectiveCounter
@@ -24,7 +25,7 @@ from nanoGPT.llama import LlamaConfig
 from nanoGPT.model import GPT, GPTConfig, ModelConfig
 from nanoGPT.sample import generate
 from tests.helpers.marks import mark_slow
-from tests.helpers.programs import Program
+from tests.helpers.programs import DEADLINE, Program
 from tests.helpers.solving import solve_each, solve_quietly
 from tests.helpers.training import tiny, train
 from workshop.ranks import run_on_ranks
@@ -281,6 +282,16 @@ def test_a_killed_run_continues_with_the_next_problem(trained, tmp_path, ranks):
     lines = [json.loads(line) for line in next(tmp_path.glob("to/progress_*")).read_text().splitlines()]
     assert sorted(line["number"] for line in lines) == list(range(40))
     assert len(read_answers(tmp_path / "to")) == 40
+
+
+def test_ranks_that_cannot_handle_a_signal_are_killed(monkeypatch):
+    """A rank waits in a collective for another one that is stopped. After a signal, both are killed in the end."""
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        rank.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(command, "STOP_SECONDS", 0.0)
+        monkeypatch.setattr(command, "list_rank_processes", lambda: [rank.pid])
+        command.kill_hung_ranks([signal.SIGQUIT, signal.SIGTERM])
+        assert rank.wait(DEADLINE) == -signal.SIGKILL
 
 
 def count_lines(folder: Path) -> int:

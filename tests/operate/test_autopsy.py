@@ -96,12 +96,22 @@ def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
     assert (stopped.kind, stopped.text) == ("none", "no fault: the run was stopped by a signal")
 
 
+def test_the_node_whose_rank_was_killed_is_named(tmp_path):
+    """The launchers of several nodes write into one log. The one that only lost a rank may write last."""
+    killed = "2026-01-01 00:00:00 launcher: exit code 137: rank 1: it was killed by SIGKILL"
+    lost = "2026-01-01 00:00:01 launcher: exit code 1: rank 0: lost a rank, which failed on another node or exited"
+    assert Evidence(tmp_path, log=[killed, lost]).exit_line == killed
+    assert Evidence(tmp_path, log=[lost]).exit_line == lost and not Evidence(tmp_path).exit_line
+
+
 def test_damaged_files_are_read(tmp_path):
     """Files that were cut off or contain nonsense do not stop the autopsy."""
     train("nanoGPT", 2, tiny("nanoGPT", tmp_path, n_layer=1, diagnostics_interval=4))
     for path in [*tmp_path.glob("heartbeat/*"), *tmp_path.glob("diagnostics/*"), tmp_path / "env.json"]:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (tmp_path / "stacks" / "rank0.txt").write_bytes(b"\xff\xfe\x00")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('[]\n5\n"text"\n')
     (tmp_path / "stacks" / "collectives-rank0.json").write_text("[]")
     assert find_cause(read_evidence(tmp_path)).kind == "none"
 

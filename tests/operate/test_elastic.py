@@ -2,6 +2,7 @@
 
 import re
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from nanoGPT.errors import LostConnection
 from nanoGPT.files import lock_directory
 from operate import restart
+from operate.elastic import wait_for_rank
 from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
 from operate.restart import count_usable_ranks
 from operate.watchdog import list_children
@@ -153,3 +155,12 @@ def test_a_node_that_cannot_start_says_why(tmp_path):
     assert_refused(run_program(*node), "needs --out_dir")
     assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--dropout=2"), "--dropout=2.0 is out of range")
     assert_refused(run_program(node[0], "--nodes=4:1", *node[2:], f"--out_dir={tmp_path}"), "NODES=4:1")
+
+
+def test_a_killed_rank_has_the_exit_code_of_a_shell():
+    """It is 128 plus the number of the signal, as that of `operate.launch`."""
+    for command, code in ((["sleep", "60"], 128 + signal.SIGTERM), (["sh", "-c", "exit 3"], 3)):
+        with subprocess.Popen(command) as process:
+            if code > 128:
+                process.terminate()
+            assert wait_for_rank(process.pid) == code

@@ -132,6 +132,17 @@ def test_ranks_end_with_their_launcher(ranks, tmp_path):
     assert "stopped by SIGTERM" in log or "stopped by a request of another rank" in log
 
 
+def test_a_rank_that_starts_after_its_launcher_was_killed_exits(tmp_path):
+    """Importing torch takes seconds. A launcher that is killed in that time leaves no rank that trains alone."""
+    with subprocess.Popen(["true"]) as launcher:
+        launcher.wait()
+    variables = {"NANOGPT_PARENT": str(launcher.pid)}
+    outcome = run_program(
+        "nanoGPT/train.py", *make_flags(**{**TINY, "out_dir": tmp_path, "max_iters": 10**6}), **variables
+    )
+    assert outcome.code in (0, -signal.SIGTERM)  # it has begun and saved, or it has not
+
+
 def assert_ended_early(code: int, output: str, number: signal.Signals) -> None:
     """Assert that a signal ended a job without a traceback, before training or after a save that can be resumed."""
     assert code in (0, -number, 128 + number), (code, output)

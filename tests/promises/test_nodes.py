@@ -143,7 +143,10 @@ def test_the_slurm_script_runs_two_nodes_and_resumes(one_process, tmp_path, pyth
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
 def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path, python):
-    """At the time limit (SIGHUP, SIGUSR1), a job saves and requeues itself. After scancel (SIGTERM), it only saves."""
+    """At the time limit (SIGHUP, SIGUSR1), a job saves and requeues itself. After scancel (SIGTERM), it only saves.
+
+    A job that is refused does not requeue itself.
+    """
     job = create_slurm_job(tmp_path, python, SLURM_JOB_NODELIST="node1", SLURM_NNODES="1")
     long_run = make_flags(**{**SHORT, "device": "cpu", "max_iters": 100000, "eval_interval": 100000})
     with subprocess.Popen(["bash", SLURM, *long_run], cwd=ROOT, env=job, start_new_session=True) as process:
@@ -154,3 +157,7 @@ def test_only_the_time_limit_requeues_a_slurm_job(number, tmp_path, python):
     requeued = tmp_path / "scontrol.requeued"
     assert requeued.exists() == (number != signal.SIGTERM)
     assert not requeued.exists() or requeued.read_text().strip() == job["SLURM_JOB_ID"]
+    if number == signal.SIGHUP:  # log.txt still ends with the signal if a later start of the job is refused
+        requeued.unlink()
+        assert subprocess.run(["bash", SLURM, "--learning_rat=3"], cwd=ROOT, env=job, timeout=DEADLINE).returncode == 2
+        assert not requeued.exists()
