@@ -30,6 +30,10 @@ from workshop.imports import PACKAGES, ROOT
 REPORT = "report of the check: "  # begins the report of a rank in the traceback that the parent process receives
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\w+)')
 PRELOADED.append(__name__)  # a rank would import all exercises, which takes as long as a short check
+# What a rank that a signal has ended cannot say.
+CRASH = """
+A crash without a Python error has two usual causes here: the ranks call collectives with different sizes, or memory is
+used that is too small or was freed. `resize_` of a storage counts bytes, not elements."""
 GRACE = 2.0  # seconds that a rank has to write its stack after the time limit
 
 
@@ -68,6 +72,8 @@ def check_file(exercise: Exercise, path: Path, limit: float | None = None, show:
             text = str(failure)
             if REPORT in text:
                 return Verdict(False, text.partition(REPORT)[2].strip())
+            if "exited with code -" in text:
+                text += CRASH
             return Verdict(False, describe_hang(exercise, path, Path(stacks), seconds) or text)
     return Verdict(True, "")
 
@@ -141,7 +147,8 @@ def describe_exception(error: BaseException, path: Path) -> str:
             return f"{line} failed on a rank:\n{describe_message(cause)}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{shorten(Path(last.filename))}, line {last.lineno}"
-    return f"The code that uses your answer failed in {place}:\n{describe_message(error)}"
+    hint = "\nDoes your function return its result?" if "NoneType" in str(error) else ""
+    return f"The code that uses your answer failed in {place}:\n{describe_message(error)}{hint}"
 
 
 def describe_message(error: BaseException) -> str:

@@ -72,8 +72,9 @@ def find_target(target: str) -> Target:
             raise KeyError(f"{place} has no {name}")
         node, body = nodes[0], nodes[0].body
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines = file.text.splitlines(keepends=True)
-    return Target(file, name, textwrap.dedent("".join(lines[first - 1 : node.end_lineno])), first)
+    lines = file.text.splitlines(keepends=True)[first - 1 : node.end_lineno]
+    code = "".join(line for line in lines if not line.endswith(("# SOLUTION\n", "# END SOLUTION\n")))
+    return Target(file, name, textwrap.dedent(code), first)
 
 
 def strip_solution(code: str) -> str:

@@ -30,6 +30,7 @@ EXERCISES = [
                 "Step 0 has a learning rate of 0",
             ),
             plant_mistake("return config.min_lr + 0.5", "return 0.5", "decays to min_lr"),
+            plant_mistake("0.5 * (1 + math.cos(math.pi * progress))", "(1 - progress)", "not that of a cosine"),
             plant_mistake(
                 "(step - config.warmup_iters) / (decay_steps - config.warmup_iters)", "step / decay_steps", "progress"
             ),
@@ -87,6 +88,7 @@ EXERCISES = [
                 "the key depends on the rank",
             ),
             plant_mistake('f"{seed}/{step}/{micro_batch}"', 'f"{seed}{step}{micro_batch}"', "Separate the numbers"),
+            plant_mistake('int.from_bytes(digest, "big")', 'hash(f"{seed}/{step}/{micro_batch}")', "use hashlib"),
         ),
     ),
     Exercise(

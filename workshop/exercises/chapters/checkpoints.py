@@ -32,6 +32,9 @@ EXERCISES = [
             ),
             plant_mistake("            os.fsync(file.fileno())\n", "", "There is no fsync before the rename"),
             plant_mistake("temporary.unlink(missing_ok=True)", "pass", "delete the temporary file"),
+            plant_mistake("            file.flush()\n", "", "in Python's buffer"),
+            plant_mistake("os.replace(", "path.unlink()\n        os.replace(", "a reader finds no file"),
+            plant_mistake("finally:", "except OSError:\n        pass\n    finally:", "reported as a success"),
         ),
     ),
     Exercise(

@@ -71,6 +71,7 @@ EXERCISES = [
                 "last or config.fsdp_sync_every_micro_batch", "True", "reduce only after the last backward pass"
             ),
             plant_mistake("last or config.fsdp_sync_every_micro_batch", "last", "reduce after every backward pass"),
+            plant_mistake("last or config.fsdp_sync_every", "not last or config.fsdp_sync_every", "reduce only after"),
             plant_mistake(
                 "set_requires_all_reduce(last)", "set_requires_all_reduce(True)", "all-reduces between replicas"
             ),

@@ -88,6 +88,7 @@ EXERCISES = [
                 "after their own position",
             ),
             plant_mistake("tl.dot(dscores, k_tile) * scale", "tl.dot(dscores, k_tile)", "The scale"),
+            plant_mistake("tl.minimum(T, (tl.program_id(0) + 1) * BQ)", "T", "end with the diagonal"),
         ),
     ),
 ]

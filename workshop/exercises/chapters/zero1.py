@@ -201,6 +201,9 @@ EXERCISES = [
                 "in different orders",
             ),
             plant_mistake("if not (include_partial or self.buckets", "if not (self.buckets", "with include_partial"),
+            plant_mistake(
+                "if not (include_partial or self.buckets[bucket_index].is_ready)", "if not include_partial", "overlaps"
+            ),
         ),
     ),
     Exercise(
@@ -250,6 +253,7 @@ EXERCISES = [
             plant_mistake("sorted(params, key=cost, reverse=True)", "params", "Assign the largest parameters first"),
             plant_mistake("load.index(min(load))", "0", "One rank gets nearly all parameters"),
             plant_mistake("load[owner[param]] += cost(param)", "load[owner[param]] += 1", "smallest total cost"),
+            plant_mistake("key=cost", "key=Tensor.numel", "ignore the argument"),
         ),
     ),
     Exercise(

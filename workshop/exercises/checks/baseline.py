@@ -1,8 +1,11 @@
 """Checks of the exercises on the baseline."""
 
+import builtins
 import itertools
+import math
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,10 @@ def check_schedule(answer: ModuleType, _: Any) -> None:
         f"In the middle of the decay the learning rate is {rates[60]:g} instead of the mean of learning_rate and "
         "min_lr, 5.5e-3. The progress runs from 0 after the warm-up to 1 at the end of the decay, and the cosine "
         "decays to min_lr.",
+    )
+    expect(
+        is_close(rates[35], 1e-3 + 9e-3 * (1 + math.cos(math.pi / 4)) / 2, 1e-9),
+        f"After a quarter of the decay the learning rate is {rates[35]:g}, which is not that of a cosine.",
     )
     expect(is_close(rates[10], 1e-2, 1e-9), "The first step after the warm-up must have the peak learning rate.")
     expect(rates[110:] == [1e-3] * 90, "After lr_decay_iters the learning rate must stay at min_lr.")
@@ -94,6 +101,13 @@ def check_reseed(answer: ModuleType, _: Any) -> None:
         "depends on the number of ranks.",
     )
     expect(draw_mask(1, 2, 3) == draw_mask(1, 2, 3), "The same micro-batch gets another mask when it is recomputed.")
+    numbers = itertools.count()
+    with mock.patch.object(builtins, "hash", lambda _: next(numbers)):  # as in two processes
+        is_equal = draw_mask(1, 2, 3) == draw_mask(1, 2, 3)
+    expect(
+        is_equal,
+        "hash() of a string differs between two processes, so a resumed run would draw other masks: use hashlib.",
+    )
     for other, name in (((9, 2, 3), "seed"), ((1, 9, 3), "step"), ((1, 2, 9), "micro-batch")):
         expect(
             draw_mask(*other) != draw_mask(1, 2, 3),

@@ -50,12 +50,14 @@ def check_atomic_write(answer: ModuleType, _: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state"
         path.write_bytes(b"old")
-        with record_calls("fsync", "replace", "rename") as calls:
+        with record_calls("fsync", "replace", "rename", "unlink", "remove") as calls:
             contents: list[bytes] = []
+            sizes: list[int] = []
             sync = os.fsync
 
             def read_and_sync(file: int) -> None:
-                contents.append(path.read_bytes())
+                contents.append(path.read_bytes() if path.exists() else b"")
+                sizes.append(os.fstat(file).st_size)
                 sync(file)
 
             with mock.patch.object(os, "fsync", read_and_sync):
@@ -65,7 +67,7 @@ def check_atomic_write(answer: ModuleType, _: Any) -> None:
         names = ["replace" if name == "rename" else name for name in names]
         renames = [args for name, args in calls if name in ("replace", "rename")]
         expect(
-            bool(renames) and contents[:1] != [NEW],
+            bool(renames) and (contents[:1] != [NEW] or names.index("replace") < names.index("fsync")),
             "The content is written into the file itself. A kill in the middle leaves half a file, and the old "
             "content is lost: write into a temporary file, and rename it.",
         )
@@ -79,14 +81,28 @@ def check_atomic_write(answer: ModuleType, _: Any) -> None:
             "There is no fsync before the rename. After a power failure the new name could point to a file without "
             "content: flush the file, and call os.fsync on it before the rename.",
         )
+        expect(
+            sizes[0] == len(NEW),
+            "os.fsync runs while the content is still in Python's buffer: call file.flush() before.",
+        )
+        deleted = [Path(args[0]) for name, args in calls if name in ("unlink", "remove")]
+        expect(
+            path not in deleted,
+            "The old file is deleted before the rename. In between, a reader finds no file: os.replace replaces it.",
+        )
         check_failed_write(answer, path)
 
 
 def check_failed_write(answer: ModuleType, path: Path) -> None:
     """Check that a write to a full disk leaves the old file and nothing else."""
     error = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(os, "fsync", side_effect=error), contextlib.suppress(OSError):
-        answer.write_atomically(path, b"newer")
+    has_failed = False
+    with mock.patch.object(os, "fsync", side_effect=error):
+        try:
+            answer.write_atomically(path, b"newer")
+        except OSError:
+            has_failed = True
+    expect(has_failed, "A write to a full disk is reported as a success: let the OSError reach the caller.")
     expect(path.read_bytes() == NEW, "After a write that failed, the old content is lost.")
     left = [each.name for each in path.parent.iterdir()]
     expect(

@@ -124,9 +124,9 @@ def check_gradient_sync(answer: ModuleType, _: Any) -> None:
     for every in (False, True):
         config = make_config(fsdp_sync_every_micro_batch=every)
         model = build_sharded(config)
-        calls, _ = run_micro_batches(model, config).get("reduce-scatter", (0, 0))
-        expected = 3 * (2 if every else 1)
-        flag = f"With fsdp_sync_every_micro_batch={every}, the ledger counts {calls} reduce-scatters in a step with 2 "
+        calls, _ = run_micro_batches(model, config, 3).get("reduce-scatter", (0, 0))
+        expected = 3 * (3 if every else 1)
+        flag = f"With fsdp_sync_every_micro_batch={every}, the ledger counts {calls} reduce-scatters in a step with 3 "
         advice = "reduce after every backward pass" if every else "reduce only after the last backward pass of a step"
         expect(calls == expected, f"{flag}micro-batches and 3 units, instead of {expected}: {advice}.")
     if dist.get_world_size() == 4:

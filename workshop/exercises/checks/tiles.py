@@ -92,7 +92,8 @@ def check_rows(y: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Non
         "Rows in which a later tile contains the largest score are wrong: everything that was summed so far, the sum "
         "and the result, is relative to the old maximum. Multiply both by exp(old - new).",
     )
-    check_values(y, exact, "the result for several tiles of keys", "Does each load have a mask for rows up to T?", 1e-4)
+    advice = "Does each load have a mask for rows up to T?" if y.isnan().any() else "Compare scale and division."
+    check_values(y, exact, "the result for several tiles of keys", advice, 1e-4)
 
 
 def check_query_gradient(answer: ModuleType, _: Any) -> None:
@@ -127,4 +128,14 @@ def check_query_gradient(answer: ModuleType, _: Any) -> None:
             not is_close(dq * HS**-0.5, right, 1e-4),
             "The scale is missing: the scores are q k times scale, so dq is the sum of ds k times scale.",
         )
-        check_values(dq, right, f"dq for {T} tokens", "Does each load have a mask for rows up to T?", 1e-4)
+        advice = "Does each load have a mask for rows up to T?" if dq.isnan().any() else "Compare it with the formulas."
+        check_values(dq, right, f"dq for {T} tokens", advice, 1e-4)
+        later_k, later_v = (each.clone() for each in (k, v))
+        later_k[TILE:], later_v[TILE:] = float("nan"), float("nan")
+        args[1:3] = [surround_with_nan(each) for each in (later_k, later_v)]
+        launch(answer.query_gradient_kernel, (1,), *args, dq, T, HS**-0.5, HS=HS, BQ=TILE, BK=KEYS)
+        expect(
+            bool(dq[:TILE].isfinite().all()),
+            "Program 0 loads keys or values of tiles above the diagonal, which none of its queries may see. It would "
+            "do twice the work: the loop must end with the diagonal.",
+        )

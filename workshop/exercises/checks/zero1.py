@@ -323,9 +323,14 @@ ONE_ORDER = (
 def check_order(answer: ModuleType, expected: dict[str, Any]) -> None:
     model = Branches()
     optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, bucket_mb=1e-4, lr=1.0)
-    started = list[int]()
-    # Only record the order: reduce-scatters that do not match would not return.
-    optimizer._start_reduce = lambda bucket: started.append(optimizer.buckets.index(bucket))  # type: ignore[method-assign]
+    optimizer._bucket_order = [1, 0, 2, 3, 4]
+    started, incomplete = list[int](), list[bool]()
+
+    def record(bucket: Bucket) -> None:  # only record the order: reduce-scatters that do not match would not return
+        started.append(optimizer.buckets.index(bucket))
+        incomplete.append(not all(each.is_ready for each in optimizer.buckets))
+
+    optimizer._start_reduce = record  # type: ignore[method-assign]
     try:
         model(torch.ones(2, 9)).sum().backward()
     except RuntimeError as error:
@@ -340,6 +345,11 @@ def check_order(answer: ModuleType, expected: dict[str, Any]) -> None:
             sorted(order) == list(range(5)),
             f"Rank {rank} reduces the buckets {order}, but a step must reduce each of the 5 buckets once. {ONE_ORDER}",
         )
+    expect(
+        dist.get_rank() % 2 == 1 or incomplete[0],
+        "The first bucket is reduced only when all gradients have arrived, so no communication overlaps with the "
+        "backward pass: start each bucket as soon as it and those before it are full.",
+    )
     expect(
         all(order == orders[0] for order in orders),
         f"The ranks reduce their buckets in different orders: {orders}. Collectives match by the order of their "

@@ -49,7 +49,7 @@ def check_naive(answer: ModuleType, expected: dict[str, Any]) -> None:
         "is broadcast once, from its owner.",
     )
     expect(
-        traffic["all-reduce"][1] == initial.nbytes,
+        traffic.get("all-reduce", (0, 0))[1] == initial.nbytes,
         "The gradients must be averaged once per step: call reduce_gradients, which remembers that it has run.",
     )
     expect(
@@ -77,9 +77,9 @@ def check_owners(answer: ModuleType, _: Any) -> None:
         "to the rank whose parameters have the smallest total cost so far. A large parameter at the end cannot be "
         "balanced.",
     )
-    squares = answer.assign_owners([torch.empty(n) for n in (4, 3, 3, 2)], 2, lambda p: p.numel() ** 2)
-    loads = [sum(p.numel() ** 2 for p, r in squares.items() if r == rank) for rank in range(2)]
-    expect(sorted(loads) == [18, 20] or sorted(loads) == [16, 22], f"The costs {loads} ignore the argument `cost`.")
+    owner = answer.assign_owners([torch.empty(n) for n in (1, 2, 3, 4)], 2, lambda p: 12 // p.numel())
+    loads = [sum(12 // p.numel() for p, r in owner.items() if r == rank) for rank in range(2)]
+    expect(sorted(loads) == [12, 13], f"The costs {loads} ignore the argument `cost`.")
 
 
 def check_zero2(answer: ModuleType, expected: dict[str, Any]) -> None:
