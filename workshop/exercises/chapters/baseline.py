@@ -117,6 +117,8 @@ EXERCISES = [
             plant_mistake(
                 "    clip_grads(grads, norm, config.grad_clip)\n", "", "clip the gradients by the global norm before"
             ),
+            plant_mistake("scaler.scale_loss(loss / len(micro_batches))", "(loss / len(micro_batches))", "scaled loss"),
+            plant_mistake("    scaler.unscale_grads(grads)\n", "", "before you clip"),
             plant_mistake(
                 "        reseed(run.device, config.seed, step, micro_batch)\n", "", "reseed before each forward pass"
             ),

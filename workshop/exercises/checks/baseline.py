@@ -216,3 +216,14 @@ def check_train_step(answer: ModuleType, expected: list[dict[str, float]]) -> No
             "Loss and norm are right, but the updated weights differ from one process: clip the gradients by the "
             "global norm before the optimizer's step.",
         )
+    model, scaler = build_model(), LossScaler(True)
+    optimizer, parallel = configure_optimizer(model, STEP_CONFIG), DDP(model)
+    with mock.patch.object(scaler, "scale_loss", wraps=scaler.scale_loss) as scale_loss:
+        _, norm = answer.train_step(parallel, optimizer, scaler, RandomBatches(), 0, STEP_CONFIG, run)
+    expect(scale_loss.called, "float16 needs a scaled loss: call scaler.scale_loss before the backward pass.")
+    expect(
+        is_close(float(norm) / expected[0]["norm"], 1.0, 1e-4)
+        and is_close(sum_squares(model), expected[0]["weight"], 1e-6),
+        "With a scaled loss, the norm or the updated weights are wrong: divide the norm by scaler.scale, and call "
+        "scaler.unscale_grads before you clip.",
+    )

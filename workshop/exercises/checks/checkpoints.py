@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nanoGPT.checkpoint import directory as directories
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, RunError
 from nanoGPT.files import sha256_of
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import shared_folder
@@ -240,6 +240,8 @@ def check_shared_errors(answer: ModuleType, _: Any) -> None:
         run.call_on_all(fail_on_rank_1)
     except ConfigError as error:
         message = str(error)
+    except RunError:
+        expect(False, "Every rank raises a RunError for an OSError: convert it to a ConfigError.")
     except OSError:
         expect(
             False,
@@ -252,3 +254,25 @@ def check_shared_errors(answer: ModuleType, _: Any) -> None:
         "others wait in the next collective.",
     )
     expect("rank 1" in message, f"The message {message!r} does not name the rank that failed.")
+    for planted in (ValueError("wrong"), ConfigError("use another disk")):
+
+        def fail(planted: Exception = planted) -> None:
+            raise planted
+
+        failure: Exception = Exception("no error")
+        try:
+            run.call_on_all(fail)
+        except RunError as raised:
+            failure = raised
+        is_config = isinstance(planted, ConfigError)
+        expect(
+            isinstance(failure, ConfigError) == is_config,
+            f"A {type(planted).__name__} on both ranks becomes a {type(failure).__name__}. Only an OSError and a "
+            "ConfigError become a ConfigError.",
+        )
+        words = str(planted) if is_config else "rank 0"
+        expect(
+            words in str(failure) and (not is_config or "rank" not in str(failure)),
+            f"A {type(planted).__name__} on both ranks has the message {str(failure)!r}. Pass on the message of a "
+            "ConfigError. The message of another error names the first rank that failed.",
+        )
