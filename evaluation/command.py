@@ -19,8 +19,7 @@ from evaluation.models import open_model
 from evaluation.prompts import Prompter
 from evaluation.settings import SolveConfig, validate
 from evaluation.tasks import select_problems, write_tasks
-from nanoGPT.distributed.process_group import join_process_group
-from nanoGPT.distributed.runtime import create_runtime
+from nanoGPT.distributed.runtime import create_runtime, join_process_group
 from nanoGPT.errors import ConfigError, RunError
 from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.program import unbreakable_output

@@ -40,9 +40,8 @@ from nanoGPT.checkpoint.manifest import read_manifests
 from nanoGPT.errors import STALLED, ConfigError, blames_peer
 from nanoGPT.job.command import command_line, report_errors
 from nanoGPT.job.log import append_to_log
-from nanoGPT.job.out_dir import check_out_dir
 from nanoGPT.job.parse import CONFIG_VARIABLE, package_of, parse, read_config_files
-from nanoGPT.job.start import check_run, handle_stop_signals
+from nanoGPT.job.start import check_out_dir, check_run, handle_stop_signals
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials

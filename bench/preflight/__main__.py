@@ -27,7 +27,7 @@ from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from bench.preflight import node
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command import command_line, report_errors
-from nanoGPT.job.out_dir import check_out_dir
+from nanoGPT.job.start import check_out_dir
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 from operate.launch import read_checked_config, run_job, split_arguments

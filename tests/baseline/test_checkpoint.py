@@ -22,7 +22,7 @@ from nanoGPT.checkpoint.manifest import DamagedCheckpoint, NewFiles, read_manife
 from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
-from nanoGPT.job.out_dir import check_out_dir
+from nanoGPT.job.start import check_out_dir
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import CPU, MANIFEST_FIELDS, list_names, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program, wait_until

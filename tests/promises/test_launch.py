@@ -14,8 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError, NonFiniteLoss, report_failure
-from nanoGPT.job.out_dir import enter_out_dir
-from nanoGPT.job.start import STOP_SIGNALS, listen_for_signals, report_job_errors, start
+from nanoGPT.job.start import STOP_SIGNALS, enter_out_dir, listen_for_signals, report_job_errors, start
 from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
 from operate.launch import explain_exit, find_root_cause
