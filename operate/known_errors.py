@@ -8,8 +8,6 @@ import re
 
 from nanoGPT.errors import list_causes, quote_cause
 
-LOST_A_RANK = "lost a rank, which failed on another node"  # the reason of a launcher whose own ranks did nothing wrong
-
 # A regular expression for the error's message, what is wrong, and what to do. The first row that matches is used.
 KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     (

@@ -45,14 +45,13 @@ from nanoGPT.job.start import check_out_dir, check_run, handle_stop_signals
 from nanoGPT.model import make_shape
 from nanoGPT.train_config import TrainConfig
 from operate.credentials import check_credentials
-from operate.known_errors import LOST_A_RANK
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from operate.observer import read_flags
 from operate.restart import has_finished
 from operate.watchdog import StallDetector, list_children, watch_children
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-BARRIER_SECONDS = 30.0  # in which the launchers of all nodes end
+BARRIER_SECONDS = 30.0  # a launcher that has finished waits this long for those of the other nodes
 MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed after a run
 
 # glibc returns freed memory to the kernel after each backward pass, and the next forward pass gets it back in 4 KiB
@@ -216,7 +215,7 @@ def configure_agent(place: NodeConfig, logs: str) -> LaunchConfig:
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # At the end, the agents of all nodes wait for each other: by default for 300 s, which no signal can end.
+    # torch waits for 300 s, and no signal can end this wait.
     launcher_api.LocalElasticAgent = partial(LocalElasticAgent, exit_barrier_timeout=BARRIER_SECONDS)  # type: ignore
     is_single_node = place.nnodes == 1
     return LaunchConfig(
@@ -286,7 +285,7 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
             watch.report_lost_rank(rank)  # the launchers of other nodes cannot know it
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
         if blames_peer(failure.message):
-            reason = f"{LOST_A_RANK} or exited without an error ({reason})"
+            reason = f"lost a rank, which failed on another node or exited without an error ({reason})"
         return report_exit(config, code, f"rank {rank}: {reason}")
 
 

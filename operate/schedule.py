@@ -15,9 +15,10 @@ def describe_changes(config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[
         saved: the configuration of the checkpoint, perhaps of another phase; that of the run itself, if it is new.
     """
     values = {name: value for name, value in vars(config).items() if name not in {*RUN_FIELDS, "init_from"}}
-    changes = [f"{k} {saved[k]} to {value}" for k, value in values.items() if k in saved and saved[k] != value]
-    if changes:
-        yield f"changed since the checkpoint: {', '.join(changes)}"
+    changed = [name for name, value in values.items() if name in saved and saved[name] != value]
+    if changed:
+        changes = ", ".join(f"{name} {saved[name]} to {values[name]}" for name in changed)
+        yield f"changed since the checkpoint: {changes}"
 
 
 def describe_schedule(config: TrainConfig, saved: Mapping[str, Any]) -> Iterator[str]:

@@ -34,6 +34,7 @@ from phase2_triton.kernels.layernorm import add_layer_norm, layer_norm
 from phase2_triton.kernels.linear_cross_entropy import linear_cross_entropy
 
 KERNELS = ("adamw", "attention", "embedding", "gelu", "layernorm", "loss")
+ADAPTING = ("all", "auto", "triton")  # values of --kernels that leave out what a phase or a model does not support
 # Inductor fuses what most other kernels fuse, SDPA has its own attention, and torch's fused AdamW moves the same bytes.
 AUTO_COMPILED = ("loss",)
 AUTO_EAGER = ("attention", "embedding", "gelu", "layernorm", "loss")
@@ -148,7 +149,7 @@ def resolve_kernels(config: TrainConfig, kernels: str, device_type: str) -> str:
     kernels, supported = kernels.strip().lower(), ",".join(name for name in KERNELS if name != "adamw")
     names = select_kernels(kernels, device_type, config.compile, config.n_embd // config.n_head)
     parsed = parse_kernels(names, f"triton, none, auto, or some of {supported}")
-    if kernels in ("auto", "all", "triton"):
+    if kernels in ADAPTING:
         parsed -= {"adamw"}
     if "adamw" in parsed:
         raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")
@@ -162,7 +163,7 @@ def apply_resolved_kernels(model: GPT, config: TrainConfig, kernels: str, run: R
     shaped = dataclasses.replace(config, n_head=model.config.n_head, n_embd=model.config.n_embd)
     resolved = resolve_kernels(shaped, kernels, run.device.type)
     if kernels.lower() != "none":
-        requested = kernels if kernels.strip().lower() in ("auto", "all", "triton") else resolved
+        requested = kernels if kernels.strip().lower() in ADAPTING else resolved
         for line in apply_kernels(model, requested, run.device.type, config.compile):
             run.print0(line)
     return resolved
@@ -288,7 +289,7 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, i
     names = parse_kernels(select_kernels(kernels, device_type, is_compiled, head_size))
     changes = {name: change for name in sorted(names - {"adamw"}) if (change := find_change(model, name))}
     lines, word = [], kernels.strip().lower()
-    if word in ("all", "auto", "triton"):
+    if word in ADAPTING:
         names -= changes.keys()
         lines = [describe_auto(names, device_type)] if word == "auto" else []
         lines += [f"kernels: {word} leaves out {name}, because {change}" for name, change in changes.items()]
@@ -296,7 +297,7 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, i
         return [*lines, "kernels: none, the model uses torch's operations"]
     if reason := unavailable_reason(device_type):
         return [*lines, f"kernels: none, the model uses torch's operations: {reason}"]
-    if changes and word not in ("all", "auto", "triton"):
+    if changes and word not in ADAPTING:
         raise ModelError(
             "the kernels would not compute what the model does: "
             f"{'; '.join(f'{k}: {v}' for k, v in changes.items())}: use "

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     meeting = Rendezvous(place)
     with meeting.share_errors():
         config = read_checked_config(trainer, trainer_arguments, meeting)
-        resumes = config.init_from == "resume"
+        resumes = config.init_from == "resume"  # without --out_dir, a new run creates a directory of its own
         if resumes or (config.out_dir != TrainConfig.out_dir and Path(config.out_dir).exists()):
             check_out_dir(Path(config.out_dir), resumes)
     shape = make_shape({**vars(config), "vocab_size": vocabulary_size(config)})

@@ -1,4 +1,4 @@
-"""Read the full training state of a checkpoint of any phase.
+"""Describe a training state in a manifest, and read it in full from a checkpoint of any phase.
 
 The payload of the baseline is nanoGPT's ckpt.pt; the payload of phases 1 and 3 are shards. Both can be read as a full
 state by parameter name, so a checkpoint of one phase opens in another. Only tensors and plain values are read: a file

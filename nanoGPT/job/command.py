@@ -1,4 +1,4 @@
-"""What a program that is no trainer needs: its command line, and errors in one sentence."""
+"""What programs other than the trainers need: a command line, and errors in one sentence."""
 
 import contextlib
 import inspect

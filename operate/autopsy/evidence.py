@@ -8,7 +8,6 @@ from typing import Any
 
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, read_manifest, step_directories, verify_files
 from nanoGPT.errors import ConfigError, blames_peer
-from operate.known_errors import LOST_A_RANK
 from operate.run_files import read_by_rank, read_heartbeats, read_json_lines, read_json_object
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
@@ -53,7 +52,7 @@ class Evidence:
         With several nodes, the line of the node whose rank failed by itself is preferred.
         """
         lines = [line for line in reversed(self.log) if " launcher: " in line]
-        return next((line for line in lines if LOST_A_RANK not in line), next(iter(lines), ""))
+        return next((line for line in lines if not blames_peer(line)), next(iter(lines), ""))
 
     @property
     def failures(self) -> dict[int, str]:

@@ -59,7 +59,8 @@ exec srun --kill-on-bad-exit=1 bash -c '
     "$PY" -m operate.launch --gpus="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" --nnodes="$SLURM_NNODES" \
         --node_rank="$SLURM_NODEID" --master_addr="$MASTER_ADDR" "$TRAINER" "$@"
     code=$?
-    if [[ $code == 0 && $SLURM_NODEID == 0 && $(tail -n 1 "$OUT_DIR/log.txt") =~ "stopped by SIG"(HUP|USR[12]|XCPU) ]]; then
+    last_line=$(tail -n 1 "$OUT_DIR/log.txt" 2>/dev/null)
+    if [[ $code == 0 && $SLURM_NODEID == 0 && $last_line =~ "stopped by SIG"(HUP|USR[12]|XCPU) ]]; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
     exit $code

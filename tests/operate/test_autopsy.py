@@ -99,7 +99,7 @@ def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
 def test_the_node_whose_rank_was_killed_is_named(tmp_path):
     """The launchers of several nodes write into one log. The one that only lost a rank may write last."""
     killed = "2026-01-01 00:00:00 launcher: exit code 137: rank 1: it was killed by SIGKILL"
-    lost = "2026-01-01 00:00:01 launcher: exit code 1: rank 0: lost a rank, which failed on another node or exited"
+    lost = "2026-01-01 00:00:01 launcher: exit code 1: rank 0: lost a rank (Connection closed by peer)"
     assert Evidence(tmp_path, log=[killed, lost]).exit_line == killed
     assert Evidence(tmp_path, log=[lost]).exit_line == lost and not Evidence(tmp_path).exit_line
 
