@@ -13,7 +13,7 @@ from evaluation.gpt import GptModel, spread_gpt
 from evaluation.identity import digest_files
 from evaluation.prompts import OwnCodec, TextCodec
 from nanoGPT.checkpoint.manifest import find_checkpoint
-from nanoGPT.checkpoint.starting_point import is_run
+from nanoGPT.checkpoint.sources import is_run
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.files import is_present, read_document
 from nanoGPT.model import ModelConfig

@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoGPT.checkpoint.ckpt import remove_defaults
-from nanoGPT.checkpoint.dcp_reader import read_shards
 from nanoGPT.checkpoint.hugging_face import CONV1D, find_format
 from nanoGPT.checkpoint.manifest import find_checkpoint
+from nanoGPT.checkpoint.shards import read_shards
+from nanoGPT.checkpoint.sources import FullState, order_for_optimizer, read_full_state
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
-from nanoGPT.checkpoint.training_state import FullState, order_for_optimizer, read_full_state
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
 from nanoGPT.job.command import command_line, report_errors

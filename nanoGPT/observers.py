@@ -168,17 +168,20 @@ class Observers(Observer):
         return None
 
     def end(self, error: BaseException | None) -> None:
-        """Call `end` on all observers in reverse order, also if one fails. An earlier error is not replaced."""
-        failures: list[BaseException] = []
+        """Call `end` on all observers in reverse order. If one fails, those after it see its error, and then it is raised.
+
+        An earlier error is not replaced.
+        """
+        failure: BaseException | None = None
         for each in reversed(self.members):
             try:
-                each.end(error)
-            except BaseException as failure:
-                failures.append(failure)
-        if failures and error is None:
-            raise failures[0]
-        for each_failure in failures:
-            print_failure(each_failure)
+                each.end(error or failure)
+            except BaseException as another:
+                if error or failure:
+                    print_failure(another)
+                failure = failure or another
+        if failure and error is None:
+            raise failure
 
 
 def print_failure(failure: BaseException) -> None:

@@ -1,13 +1,13 @@
-"""The optimizers, their parameter groups, the global gradient norm, and loss scaling."""
+"""AdamW and its parameter groups, the global gradient norm, and loss scaling."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoGPT.errors import NonFiniteLoss
+from nanoGPT.errors import NonFiniteLoss, import_optional
 from nanoGPT.train_config import TrainConfig
 
 
@@ -26,121 +26,11 @@ def configure_adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
 
-def configure_muon(
-    model: nn.Module,
-    config: TrainConfig,
-    muon: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = torch.optim.Muon,
-) -> "MuonWithAdamW":
-    """Return Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
-
-    Both use the same learning rate.
-
-    Args:
-        model: on its device.
-        config: provides the learning rate, the weight decay and AdamW's betas.
-        muon: creates Muon from its parameter groups.
-    """
-    matrices, others = muon_groups(model, config)
-    return MuonWithAdamW(
-        muon([matrices]),
-        torch.optim.AdamW(others, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True),
-    )
-
-
-def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the parameter group of Muon, and the parameter groups of AdamW.
-
-    Muon orthogonalizes the update of a full matrix. It is not used for embeddings, whose rows are looked up one by one.
-    Its update is scaled to the size of AdamW's update (Liu et al. 2025), so both use the same learning rate and weight
-    decay.
-
-    Raises:
-        ValueError: no block of the model has a matrix to train.
-    """
-    blocks: Any = getattr(model, "blocks", [])
-    hidden = {id(p) for block in blocks for p in block.parameters() if p.dim() == 2}
-    matrices = {
-        "params": [p for p in model.parameters() if p.requires_grad and id(p) in hidden],
-        "lr": config.learning_rate,
-        "weight_decay": config.weight_decay,
-        "adjust_lr_fn": "match_rms_adamw",
-    }
-    if not matrices["params"]:
-        raise ValueError("Muon has no matrix to train: it takes those of the modules in the model's `blocks`")
-    others = [
-        {**group, "params": [p for p in group["params"] if id(p) not in hidden]}
-        for group in param_groups(model, config.weight_decay)
-    ]
-    return matrices, others
-
-
-def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """Return the loss that the argument of an optimizer's `step` computes, or None without this argument."""
-    with torch.enable_grad():
-        return closure() if closure else None
-
-
-class SharedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose parameter groups and state belong to other objects too, such as an inner optimizer."""
-
-    has_all_groups = False
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        self.has_all_groups = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group that the other objects would not have.
-
-        Raises:
-            ValueError: the optimizer has been created.
-        """
-        if self.has_all_groups:
-            raise ValueError(f"{type(self).__name__} cannot add a parameter group: create it with all groups")
-        super().add_param_group(param_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse a copy, which would update parameters of the original.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: create one for the other model, and load its state"
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from `state_dict` into the same parameter groups and the same state."""
-        groups, state = self.param_groups, self.state
-        super().load_state_dict(state_dict)  # creates other objects
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        state.clear()
-        state.update(self.state)
-        self.param_groups, self.state = groups, state
-
-
-class MuonWithAdamW(SharedOptimizer):
-    """Muon and AdamW as one optimizer, with the parameter groups and the state of both."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = optimizers
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        for optimizer in optimizers:
-            self.state.update(optimizer.state)
-            optimizer.state = self.state
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step both optimizers. `closure`, if given, computes the loss first."""
-        loss = run_closure(closure)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return loss
-
-
 def configure_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Return the optimizer that `config.optimizer` names."""
-    return configure_muon(model, config) if config.optimizer == "muon" else configure_adamw(model, config)
+    if config.optimizer == "muon":
+        return import_optional("nanoGPT.muon", "--optimizer=muon").configure_muon(model, config)
+    return configure_adamw(model, config)
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint, find_newest_run
-from nanoGPT.checkpoint.starting_point import is_run, read_weights
-from nanoGPT.checkpoint.training_state import load_weights, read_full_state
+from nanoGPT.checkpoint.sources import is_run, read_full_state, read_weights
+from nanoGPT.checkpoint.starting_point import load_weights
 from nanoGPT.distributed.runtime import Runtime, pick_device
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command import command_line, report_errors

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nanoGPT.checkpoint.ckpt import load_training_state, write_ckpt
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.starting_point import find_best_val_loss, read_starting_point
-from nanoGPT.checkpoint.training_state import load_weights, manifest_fields
+from nanoGPT.checkpoint.starting_point import find_best_val_loss, load_weights, manifest_fields, read_starting_point
 from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime, reseed

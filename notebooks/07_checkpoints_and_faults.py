@@ -514,7 +514,7 @@ checkpoint_pictures.draw_timelines(timelines)
 #
 # All saves use the same buffer for the copy, because allocating a new one each time is slow, especially pinned memory
 # for a GPU. If a rank copied too early, it would overwrite numbers that the background thread is still writing to the
-# disk. `CheckpointDirectory.save` waits first. `ShardWriter.copy` alone does not wait. To show the damage, we pause
+# disk. `AsyncSaver.begin_save` waits first. `AsyncSaver.copy` alone does not wait. To show the damage, we pause
 # while the files of step 1 are partly written, set all numbers to 2, and call `copy`.
 #
 # **Predict first:** which numbers does `step-00000001` then contain? Does it pass the check against its manifest?
@@ -551,9 +551,9 @@ def copy_during_save(out_dir: str, waits: bool) -> None:
     else:
         for tensor in training_state(saver.model, saver.optimizer).values():
             tensor.detach().fill_(2)
-        saver.shard_writer.copy()  # the bug: step 1 is still being written
+        saver.in_background.copy()  # the bug: step 1 is still being written
         may_continue.set()
-    saver.checkpoints.drain()
+    saver.drain()
 
 
 # %%

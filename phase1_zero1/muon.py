@@ -6,13 +6,18 @@ the owner broadcasts the updated matrix. The total is again 2P(N-1)/N elements. 
 part, so matrices are assigned to ranks by their number of multiplications and not by their size.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from nanoGPT.optim import muon_groups
+from nanoGPT.distributed.sharding import assign_owners, count_multiplications
+from nanoGPT.muon import muon_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import Bucket, Options, Shard
+from phase1_zero1.zero1 import Zero1Optimizer
+from phase1_zero1.zero2 import Zero2Bucket
 
 
 class OwnedMatrix(Bucket):
@@ -37,7 +42,24 @@ class OwnedMatrix(Bucket):
         return dist.broadcast(self.flat_params, group=self.group, group_src=self.owner, async_op=True)
 
 
+class Zero2Matrix(Zero2Bucket, OwnedMatrix):
+    """A matrix of Muon with ZeRO-2. Only its owner stores the averaged gradient."""
+
+
+class Zero1Muon(Zero1Optimizer):
+    """A `Zero1Optimizer` that assigns each matrix of a group with `has_owners` to one rank, for Muon."""
+
+    def _make_buckets(self, group: Options) -> Iterator[Bucket]:
+        if not group.get("has_owners"):
+            yield from super()._make_buckets(group)
+            return
+        owner = assign_owners(group["params"], self.world_size, count_multiplications)
+        matrix_class = Zero2Matrix if self.shards_gradients else OwnedMatrix
+        for param in reversed(group["params"]):
+            yield matrix_class(param, owner[param], group, self.process_group)
+
+
 def sharded_muon_groups(model: nn.Module, config: TrainConfig) -> list[Options]:
-    """Return the groups of `nanoGPT.optim.configure_muon` for `Zero1Optimizer`, which shards the others with AdamW."""
+    """Return the groups of `nanoGPT.muon.configure_muon` for `Zero1Muon`, which shards the others with AdamW."""
     matrices, others = muon_groups(model, config)
     return [{**optim.Muon([torch.zeros(1, 1)]).defaults, **matrices, "has_owners": True}, *others]

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from nanoGPT.costs import storage_bytes
 from nanoGPT.dataset import TRAIN, TokenData, to_device
-from nanoGPT.distributed.launched_ranks import read_launched_ranks
 from nanoGPT.distributed.sharding import assign_owners
-from nanoGPT.job.command import command_line, report_errors
+from nanoGPT.job.command import command_line, read_launched_ranks, report_errors
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import clip_grads, grad_norm, param_groups, run_closure
+from nanoGPT.optim import clip_grads, grad_norm, param_groups
+from nanoGPT.shared_optimizer import run_closure
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import check_frozen
 from phase1_zero1.protocol import DataParallelOptimizer
@@ -44,8 +44,6 @@ class NaiveZero1Optimizer(DataParallelOptimizer):
         optimizer_class: any optimizer that updates each parameter independently of the others.
         defaults: the arguments of `optimizer_class`.
     """
-
-    averages_gradients = True
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[Optimizer], **defaults: Any) -> None:
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)

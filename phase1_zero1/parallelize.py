@@ -1,7 +1,6 @@
 """The functions that train.py calls: create the configured optimizer, and make the model data-parallel.
 
-`zero1_backend` is flat (`zero1.py`), naive (`naive.py`) or torch (ZeroRedundancyOptimizer with DDP). All three train
-with the same losses as the baseline.
+Muon, other implementations of ZeRO-1 and the kernels of phase 2 are modules of their own, which a flag loads by name.
 """
 
 from dataclasses import dataclass
@@ -11,17 +10,16 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional
 from nanoGPT.model import GPT
 from nanoGPT.optim import param_groups
 from nanoGPT.train_config import TrainConfig
-from phase1_zero1.muon import sharded_muon_groups
-from phase1_zero1.protocol import DataParallelOptimizer, DdpOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 
-KERNELS = "phase2_triton.apply"  # loaded only if --kernels asks for kernels
+BACKENDS = "phase1_zero1.backends"
+KERNELS = "phase2_triton.apply"
+MUON = "phase1_zero1.muon"
 
 
 @dataclass
@@ -52,42 +50,39 @@ class Zero1Config(TrainConfig):
             raise ConfigError(f"{option} needs flat buckets: use --zero1_backend=flat, not {self.zero1_backend}")
 
 
-def shard_optimizer(model: GPT, config: Zero1Config) -> DataParallelOptimizer:
+def shard_optimizer(model: GPT, config: Zero1Config) -> Zero1Optimizer:
     """Return the configured optimizer for a model that is on its device and has its weights. Collective."""
-    groups = param_groups(model, config.weight_decay)
+    groups, create = param_groups(model, config.weight_decay), Zero1Optimizer
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
-    if config.zero1_backend == "naive":
-        naive = import_optional("phase1_zero1.naive", "--zero1_backend=naive")
-        return naive.NaiveZero1Optimizer(groups, AdamW, **adamw)
-    if config.zero1_backend == "torch":
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # imported here, because the import takes 0.25 s
-
-        return DdpOptimizer(ZeroRedundancyOptimizer(groups, AdamW, **adamw))
+    if config.zero1_backend != "flat":
+        backends = import_optional(BACKENDS, f"--zero1_backend={config.zero1_backend}")
+        return backends.create_optimizer(groups, config, **adamw)
     if config.optimizer == "muon":
-        groups = sharded_muon_groups(model, config)
-    return Zero1Optimizer(groups, AdamW, bucket_mb=config.zero1_bucket_mb, stage=config.zero_stage, **adamw)
+        muon = import_optional(MUON, "--optimizer=muon")
+        groups, create = muon.sharded_muon_groups(model, config), muon.Zero1Muon
+    return create(groups, AdamW, bucket_mb=config.zero1_bucket_mb, stage=config.zero_stage, **adamw)
 
 
-def parallelize(model: GPT, optimizer: DataParallelOptimizer, config: Zero1Config, run: Runtime) -> nn.Module:
-    """Return the module to call: the model with its kernels, in DDP if the optimizer does not average gradients."""
+def parallelize(model: GPT, optimizer: Zero1Optimizer, config: Zero1Config, run: Runtime) -> nn.Module:
+    """Return the module to call: the model with its kernels, compiled if the configuration says so."""
     kernels = "none"
     if config.kernels.lower() != "none":
         kernels = import_optional(KERNELS, f"--kernels={config.kernels}").apply_resolved_kernels(
             model, config, config.kernels, run
         )
-    if not optimizer.averages_gradients:
-        return data_parallel(model, config, run)
-    if isinstance(optimizer, Zero1Optimizer):
-        # Compiled code cannot wait for a collective in its middle. Kernels read the parameters of other modules.
-        if not config.compile and kernels == "none":
-            optimizer.gather_during_forward(model)
-        elif config.compile and run.world_size > 1:
-            model.compile_by_block()
-            return model
+    if config.zero1_backend != "flat":
+        backends = import_optional(BACKENDS, f"--zero1_backend={config.zero1_backend}")
+        return backends.parallelize(model, config, run)
+    # Compiled code cannot wait for a collective in its middle. Kernels read the parameters of other modules.
+    if not config.compile and kernels == "none":
+        optimizer.gather_during_forward(model)
+    elif config.compile and run.world_size > 1:
+        model.compile_by_block()
+        return model
     return torch.compile(model) if config.compile else model  # type: ignore[return-value]
 
 
-def set_gradient_sync(parallel_model: nn.Module, optimizer: DataParallelOptimizer, last: bool) -> None:
+def set_gradient_sync(parallel_model: Any, optimizer: Zero1Optimizer, last: bool) -> None:
     """Average gradients only in the last micro-batch of a step; with ZeRO-2 in every one. Else a rank accumulates."""
-    averager: Any = optimizer if optimizer.averages_gradients else parallel_model
-    averager.require_backward_grad_sync = last or getattr(optimizer, "shards_gradients", False)
+    is_synced = last or optimizer.shards_gradients
+    optimizer.require_backward_grad_sync = parallel_model.require_backward_grad_sync = is_synced

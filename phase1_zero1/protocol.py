@@ -1,26 +1,26 @@
-"""The optimizer interface that train.py uses with every backend, and its implementation for DDP's optimizers."""
+"""What `train.py` and checkpoints need of an optimizer, for the implementations of ZeRO-1 other than `zero1.py`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanoGPT.optim import SharedOptimizer, run_closure
+from nanoGPT.shared_optimizer import SharedOptimizer
 
 
 class DataParallelOptimizer(SharedOptimizer):
     """An optimizer on every rank of a data-parallel job. By default every rank has all gradients in full.
 
     Attributes:
-        averages_gradients: True if the optimizer averages gradients over the ranks, so that the model needs no DDP.
+        shards_gradients: True if every backward pass averages the gradients, as in ZeRO-2.
         require_backward_grad_sync: True if the next backward pass is the last one of a step. The passes before it only
             accumulate gradients.
         inner_optimizers: the optimizers that store this rank's state.
     """
 
-    averages_gradients = False
+    shards_gradients = False
     require_backward_grad_sync = True
     inner_optimizers: Sequence[Optimizer] = ()
 
@@ -40,24 +40,3 @@ class DataParallelOptimizer(SharedOptimizer):
         """Yield this rank's state: a parameter, the offset of the state in the flattened parameter, and the state."""
         for param, items in self.state.items():
             yield param, 0, items  # type: ignore[misc]
-
-
-class DdpOptimizer(DataParallelOptimizer):
-    """An optimizer for a model in DDP, which averages the gradients.
-
-    Args:
-        inner: a torch optimizer over all parameters, or a ZeroRedundancyOptimizer. The latter steps an inner optimizer
-            over this rank's parameters and broadcasts them.
-    """
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-        super().__init__(inner.param_groups, {})  # the same group objects, so that both see a new learning rate
-        self.inner_optimizers = [getattr(inner, "optim", inner)]
-        self.state = self.inner_optimizers[0].state
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the inner optimizer; `closure` computes the loss first."""
-        loss = run_closure(closure)
-        self.inner.step()
-        return loss

@@ -6,6 +6,7 @@ finds in its index the ranges that overlap with those of the reading rank. No ra
 Only the checkpoint of another phase is read as full tensors.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nanoGPT.checkpoint.dcp_reader import read_shards
-from nanoGPT.checkpoint.dcp_writer import write_shards
+from nanoGPT.checkpoint import shards
 from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.training_state import check_shapes, load_weights, read_full_state, shapes_of
 from nanoGPT.optim import allocate_state
-from phase1_zero1.protocol import DataParallelOptimizer
+from phase1_zero1.zero1 import Zero1Optimizer
 
 
 class FlatShard(Tensor):
@@ -51,7 +50,7 @@ class FlatShard(Tensor):
         return self.as_subclass(Tensor)
 
 
-def training_state(model: nn.Module, optimizer: DataParallelOptimizer) -> dict[str, Tensor]:
+def training_state(model: nn.Module, optimizer: Zero1Optimizer) -> dict[str, Tensor]:
     """Return full parameters as `model.<param>` and this rank's shards as `optimizer.<param>.<item>`.
 
     A tied parameter appears under one name.
@@ -67,12 +66,12 @@ def training_state(model: nn.Module, optimizer: DataParallelOptimizer) -> dict[s
     return state
 
 
-def save_shards(files: NewFiles, model: nn.Module, optimizer: DataParallelOptimizer) -> None:
+def save_shards(files: NewFiles, model: nn.Module, optimizer: Zero1Optimizer) -> None:
     """Write this rank's shards and a part of the full parameters into a new checkpoint, without buffers. Collective."""
-    write_shards(files, training_state(model, optimizer))
+    shards.write_shards(files, training_state(model, optimizer))
 
 
-def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) -> None:
+def load_shards(path: Path, model: nn.Module, optimizer: Zero1Optimizer) -> None:
     """Load a checkpoint of any phase, written by any number of ranks. Collective.
 
     Raises:
@@ -80,28 +79,25 @@ def load_shards(path: Path, model: nn.Module, optimizer: DataParallelOptimizer) 
     """
     for inner in optimizer.inner_optimizers:
         allocate_state(inner)
-    state, full = training_state(model, optimizer), read_full_state(path)
-    check_shapes(path, full.shapes, shapes_of(dict(model.named_parameters())))
-    places = {f"optimizer.{name}.{item}": (name, item) for name, items in full.optimizer.items() for item in items}
-    # All ranks must take the same branch, so only the checkpoint decides. Phase 3 stores moments as matrices.
-    if full.reader and all(len(full.reader.sizes[key]) < 2 for key in places):
-        read_shards(full.reader, {key: value for key, value in state.items() if key in full.reader.sizes})
-    else:
-        load_weights(model, full.model)
-        for key in state.keys() & places:
-            name, item = places[key]
-            copy_part(full.optimizer[name][item], state[key])
+    state = training_state(model, optimizer)
+    loaded = shards.load_shards(path, state, has_flat_moments, copy_part)
     names = {param: name for name, param in model.named_parameters()}
     for param, _, items in list(optimizer.local_state()):
         keys = {item: f"optimizer.{names[param]}.{item}" for item in items}
         master = keys.pop("master", None)
-        if master and master not in places:
-            copy_part(param.detach(), state[master])
-        if not places.keys() & keys.values():  # a parameter that has never had a gradient has no state
+        if master and master not in loaded:
+            copy_part(state[master], param.detach())
+        if not loaded & {*keys.values()}:  # a parameter that has never had a gradient has no state
             optimizer.state[param].clear()
 
 
-def copy_part(full: Tensor, target: Tensor) -> None:
+def has_flat_moments(sizes: Mapping[str, torch.Size]) -> bool:
+    """Return whether stored tensors are those of this phase. Phase 3 stores the moments of matrices as matrices."""
+    return all(len(size) < 2 for key, size in sizes.items() if key.startswith("optimizer."))
+
+
+@torch.no_grad()
+def copy_part(target: Tensor, full: Tensor) -> None:
     """Copy to a shard its range of a full tensor, or all of it if `target` is not a shard."""
     if isinstance(target, FlatShard):
         full = full.flatten()[target.offset : target.offset + target.numel()]

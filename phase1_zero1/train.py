@@ -14,8 +14,7 @@ import math
 import torch
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.starting_point import find_best_val_loss, read_starting_point
-from nanoGPT.checkpoint.training_state import load_weights, manifest_fields
+from nanoGPT.checkpoint.starting_point import find_best_val_loss, load_weights, manifest_fields, read_starting_point
 from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
@@ -24,15 +23,15 @@ from nanoGPT.job.start import main, start
 from nanoGPT.optim import LossScaler, clip_grads, grad_norm
 from phase1_zero1.parallelize import Zero1Config as Config
 from phase1_zero1.parallelize import parallelize, set_gradient_sync, shard_optimizer
-from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.sharded_checkpoint import load_shards, save_shards
+from phase1_zero1.zero1 import Zero1Optimizer
 
 PHASE = "zero1"  # [zero1:phase] recorded in every checkpoint
 
 
 def train_step(
     parallel_model: torch.nn.Module,
-    optimizer: DataParallelOptimizer,  # [zero1:sync] averages the gradients
+    optimizer: Zero1Optimizer,  # [zero1:sync] averages the gradients
     scaler: LossScaler,
     data: TokenData,
     step: int,

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.distributed.sharding import assign_owners, count_multiplications
-from nanoGPT.optim import clip_grads, grad_norm, run_closure
+from nanoGPT.optim import clip_grads, grad_norm
+from nanoGPT.shared_optimizer import SharedOptimizer, run_closure
 from phase1_zero1.buckets import (
     Bucket,
     Options,
@@ -38,12 +38,10 @@ from phase1_zero1.buckets import (
     rank_and_world_size,
     split_into_buckets,
 )
-from phase1_zero1.muon import OwnedMatrix
-from phase1_zero1.protocol import DataParallelOptimizer
-from phase1_zero1.zero2 import Zero2Bucket, Zero2Matrix
+from phase1_zero1.zero2 import Zero2Bucket
 
 
-class Zero1Optimizer(DataParallelOptimizer):
+class Zero1Optimizer(SharedOptimizer):
     """An optimizer whose state is sharded over ranks, with the interface of torch's ZeroRedundancyOptimizer.
 
     It also averages the gradients, so the model needs no DDP. A step has three stages:
@@ -84,8 +82,6 @@ class Zero1Optimizer(DataParallelOptimizer):
         ValueError: the class is not known to be elementwise, or the parameters cannot be stored in buckets.
     """
 
-    averages_gradients = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -121,12 +117,6 @@ class Zero1Optimizer(DataParallelOptimizer):
             self._register_hooks(bucket_index, bucket)
 
     def _make_buckets(self, group: Options) -> Iterator[Bucket]:
-        if group.get("has_owners"):
-            owner = assign_owners(group["params"], self.world_size, count_multiplications)
-            for param in reversed(group["params"]):
-                matrix_class = Zero2Matrix if self.shards_gradients else OwnedMatrix
-                yield matrix_class(param, owner[param], group, self.process_group)
-            return
         for params in split_into_buckets(group["params"], self.bucket_mb * 2**20 if self.world_size > 1 else math.inf):
             bucket_class = Zero2Bucket if self.shards_gradients else Bucket
             yield bucket_class(params, group, self.optimizer_class, self.process_group)

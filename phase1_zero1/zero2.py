@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from phase1_zero1.buckets import Bucket
-from phase1_zero1.muon import OwnedMatrix
 
 
 class Zero2Bucket(Bucket):
@@ -62,7 +61,3 @@ class Zero2Bucket(Bucket):
         super().clear_gradients()
         self._free_full_gradients()
         self.local_grads.zero_()
-
-
-class Zero2Matrix(Zero2Bucket, OwnedMatrix):
-    """A matrix of Muon. Only its owner stores the averaged gradient."""

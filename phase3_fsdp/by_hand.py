@@ -254,7 +254,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
         micro_batches: per step, in total over all ranks.
     """
     from nanoGPT.dataset import TRAIN, TokenData, to_device
-    from nanoGPT.distributed.launched_ranks import read_launched_ranks
+    from nanoGPT.job.command import read_launched_ranks
     from nanoGPT.model import GPT, GPTConfig
     from nanoGPT.train_config import TrainConfig
     from phase3_fsdp.minimal import join_ranks

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from nanoGPT.checkpoint.manifest import find_checkpoint
+from nanoGPT.checkpoint.sources import read_full_state
 from nanoGPT.checkpoint.starting_point import read_starting_point
-from nanoGPT.checkpoint.training_state import read_full_state
 from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.start import main, start

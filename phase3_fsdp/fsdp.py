@@ -31,7 +31,7 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard, row_range
 from nanoGPT.errors import ConfigError, import_optional
 from nanoGPT.model import GPT, draw_initial_rows
-from nanoGPT.optim import configure_adamw, configure_muon
+from nanoGPT.optim import configure_adamw
 from nanoGPT.train_config import TrainConfig
 from phase3_fsdp.activation_checkpointing import checkpoint_activations, select_checkpointed_blocks
 
@@ -276,14 +276,7 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def copy_own_rows(target: Tensor, full: Tensor) -> None:
-    """Copy this rank's rows of a full tensor to `target`, or all of it if `target` is not sharded.
-
-    Raises:
-        ConfigError: the full tensors have different shapes.
-    """
-    if full.shape != target.shape:
-        shapes = f"{tuple(full.shape)} instead of {tuple(target.shape)}"
-        raise ConfigError(f"a stored tensor has shape {shapes}: use the weights or the checkpoint of this model")
+    """Copy this rank's rows of a full tensor to `target`, or all of it if `target` is not sharded."""
     if target.dim():
         begin, end = own_rows(target)
         full = full[begin:end]
@@ -293,7 +286,7 @@ def copy_own_rows(target: Tensor, full: Tensor) -> None:
 def configure_optimizer(model: GPT, config: FsdpConfig) -> torch.optim.Optimizer:
     """Return the optimizer of a model from `shard_model`. Its state is sharded like the parameters."""
     if config.optimizer == "muon":
-        return configure_muon(model, config, import_optional(MUON, "--optimizer=muon").ShardedMuon)
+        return import_optional(MUON, "--optimizer=muon").configure_sharded_muon(model, config)
     return configure_adamw(model, config)
 
 

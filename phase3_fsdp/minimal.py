@@ -330,8 +330,8 @@ def main(
         resume_from: directory of a checkpoint to resume from; empty: start from new weights.
     """
     from nanoGPT.dataset import TRAIN, TokenData, to_device
-    from nanoGPT.distributed.launched_ranks import read_launched_ranks
     from nanoGPT.errors import ConfigError
+    from nanoGPT.job.command import read_launched_ranks
     from nanoGPT.model import GPT, GPTConfig, draw_initial_rows
     from nanoGPT.optim import configure_adamw
     from nanoGPT.train_config import TrainConfig

@@ -22,14 +22,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nanoGPT.distributed.sharding import assign_owners, count_multiplications, local_shard, row_range
-from nanoGPT.optim import SharedOptimizer, run_closure
+from nanoGPT.muon import MuonWithAdamW, configure_muon
+from nanoGPT.shared_optimizer import SharedOptimizer, run_closure
+from nanoGPT.train_config import TrainConfig
 
 Received = Callable[[], Tensor]  # waits for an all-to-all, and returns what this rank received
 ROUND_BYTES = 64 * 2**20  # maximum bytes of full bf16 updates per owner and round (or one matrix)
+
+
+def configure_sharded_muon(model: nn.Module, config: TrainConfig) -> MuonWithAdamW:
+    """Return Muon for the matrices of the blocks, and AdamW for all other parameters of a model from `shard_model`."""
+    return configure_muon(model, config, ShardedMuon)
 
 
 class ShardedMuon(SharedOptimizer):

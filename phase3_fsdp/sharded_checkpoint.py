@@ -1,10 +1,12 @@
 """Sharded checkpoints: every rank writes its shards, and any number of ranks can read them.
 
 The keys contain parameter names, and the values are DTensors. torch's Distributed Checkpoint (DCP) asks a DTensor which
-part of the full tensor it stores. `nanoGPT.checkpoint.dcp_writer` writes the files, and
-`nanoGPT.checkpoint.dcp_reader` reads them.
+part of the full tensor it stores. `nanoGPT.checkpoint.shards` writes and reads the files.
 """
 
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -12,11 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.checkpoint.dcp_reader import read_shards
-from nanoGPT.checkpoint.dcp_writer import write_shards
-from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.training_state import FullState, check_shapes, read_full_state, shapes_of
+from nanoGPT.checkpoint import shards
+from nanoGPT.checkpoint.directory import CheckpointDirectory
+from nanoGPT.checkpoint.manifest import Manifest, NewFiles
+from nanoGPT.checkpoint.starting_point import shapes_of
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
+from nanoGPT.errors import DivergedRanks, NonFiniteLoss, SaveError
+from nanoGPT.observers import Observer
 from nanoGPT.optim import allocate_state
 from phase3_fsdp.fsdp import copy_own_rows
 
@@ -45,18 +50,79 @@ def make_dtensor_like(value: Tensor, shard: Tensor) -> Tensor:
     return DTensor(shard, value._spec, requires_grad=False) if isinstance(value, DTensor) else shard
 
 
-class ShardWriter:
-    """A writer of this rank's shards of a model and its optimizer, for synchronous and asynchronous saves.
+def save_shards(files: NewFiles, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write this rank's shards into a new checkpoint; rank 0 also writes the index. Collective."""
+    shards.write_shards(files, training_state(model, optimizer))
 
-    For an asynchronous save, `copy` copies the shards to CPU memory, and `write` then writes the copy while training
-    continues. All saves use the same CPU memory, which is pinned if the shards are on a GPU. Do not call `copy` while
-    `write` is still writing the previous copy.
+
+def make_saver(
+    checkpoints: CheckpointDirectory, model: nn.Module, optimizer: torch.optim.Optimizer, run: Runtime, is_async: bool
+) -> Callable[[int, Manifest], Path]:
+    """Return the function that saves a checkpoint after `step` updates, with these fields of the manifest."""
+    if is_async:
+        return AsyncSaver(checkpoints, model, optimizer, run).begin_save
+    return lambda step, fields: checkpoints.save(step, lambda files: save_shards(files, model, optimizer), fields)
+
+
+class AsyncSaver(Observer):
+    """Saves checkpoints in another thread, while training continues.
+
+    A save copies this rank's shards to CPU memory, and then writes the copy. Training waits only for the copy, and for
+    the save before it if that is not complete, because all saves use the same CPU memory. The memory is pinned if the
+    shards are on a GPU. At the end of a run, the saver waits for its last save.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self, checkpoints: CheckpointDirectory, model: nn.Module, optimizer: torch.optim.Optimizer, run: Runtime
+    ) -> None:
+        super().__init__(None)
+        self.checkpoints, self.model, self.optimizer, self.run = checkpoints, model, optimizer, run
         self.buffers: dict[str, Tensor] = {}
-        self.cpu_state: dict[str, Tensor] | None = None
+        self.cpu_state: dict[str, Tensor] = {}
+        self.executor = ThreadPoolExecutor(1)
+        self.pending: Future[None] | None = None
+        run.observers.members.append(self)
+
+    def begin_save(self, step: int, fields: Manifest) -> Path:
+        """Begin to save a checkpoint, and return its path, which will exist later. Collective.
+
+        Raises:
+            SaveError: as `CheckpointDirectory.save`, also for the save before this one.
+        """
+        self.drain()
+        final, is_saved = self.checkpoints.prepare_save(step, fields)
+        if not is_saved:
+            with self.checkpoints.raise_save_error(final):
+                self.checkpoints.run.call_on_all(self.copy)
+            self.pending = self.executor.submit(self._write, final, step, fields)
+        return final
+
+    def _write(self, final: Path, step: int, fields: Manifest) -> None:
+        if self.run.device.type == "cuda":
+            torch.cuda.set_device(self.run.device)  # another thread would use GPU 0, and create a context on it
+        try:
+            self.checkpoints.write(final, step, lambda files: shards.write_shards(files, self.cpu_state), fields)
+        except SaveError:
+            self.run.request_save()  # which raises this error on all ranks, before more work is lost
+            raise
+
+    def drain(self) -> None:
+        """Wait until the save in progress is complete. Collective.
+
+        Raises:
+            SaveError: the save failed.
+        """
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def end(self, error: BaseException | None) -> None:
+        """Wait for the last save, also after an error that all ranks raise at the same step: the save is older."""
+        if error is None:
+            self.drain()
+        elif isinstance(error, DivergedRanks | NonFiniteLoss):
+            with contextlib.suppress(SaveError):
+                self.drain()
 
     def copy(self) -> None:
         """Copy this rank's shards to CPU memory."""
@@ -72,11 +138,6 @@ class ShardWriter:
             torch.accelerator.synchronize()
         self.cpu_state = cpu_state
 
-    def write(self, files: NewFiles) -> None:
-        """Write the copy if there is one, else this rank's current shards; rank 0 writes the index. Collective."""
-        cpu_state, self.cpu_state = self.cpu_state, None
-        write_shards(files, cpu_state or training_state(self.model, self.optimizer))
-
 
 def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint of any phase and any number of ranks into a sharded model and its optimizer. Collective.
@@ -85,24 +146,8 @@ def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         ConfigError: the parameters in the checkpoint are not those of the model.
     """
     allocate_state(optimizer)
-    state, full = training_state(model, optimizer), read_full_state(path)
-    check_shapes(path, full.shapes, shapes_of(dict(model.named_parameters())))
-    if full.reader and full.reader.sizes == shapes_of(state):
-        read_shards(full.reader, state)
-        return
-    copy_full_state(full, state)
+    state = training_state(model, optimizer)
+    loaded = shards.load_shards(path, state, lambda sizes: sizes.items() <= shapes_of(state).items(), copy_own_rows)
     for name, param in model.named_parameters():
-        if name not in full.optimizer:  # a float16 run that has skipped all its steps saves no optimizer state
-            optimizer.state[param].clear()
-
-
-def copy_full_state(full: FullState, target: dict[str, Tensor]) -> None:
-    """Copy this rank's shard of every full tensor, one tensor at a time."""
-    for key, value in target.items():
-        kind, name = key.split(".", 1)
-        if kind == "model":
-            copy_own_rows(value, full.model[name])
-        else:
-            name, item = name.rsplit(".", 1)
-            if name in full.optimizer:
-                copy_own_rows(value, full.optimizer[name][item])
+        if not any(key.startswith(f"optimizer.{name}.") for key in loaded):
+            optimizer.state[param].clear()  # a float16 run that has skipped all its steps saves no optimizer state

@@ -14,8 +14,7 @@ import math
 import torch
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.starting_point import find_best_val_loss, read_starting_point
-from nanoGPT.checkpoint.training_state import manifest_fields
+from nanoGPT.checkpoint.starting_point import find_best_val_loss, manifest_fields, read_starting_point
 from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
@@ -25,7 +24,7 @@ from nanoGPT.optim import LossScaler, clip_grads, grad_norm
 from phase3_fsdp import fsdp
 from phase3_fsdp.fsdp import FsdpConfig as Config
 from phase3_fsdp.fsdp import put_parameters_on_meta
-from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
+from phase3_fsdp.sharded_checkpoint import load_shards, make_saver
 
 PHASE = "fsdp"  # [fsdp:phase] recorded in every checkpoint
 
@@ -127,13 +126,12 @@ def train(config: Config) -> None:
             best_val_loss = find_best_val_loss(config, checkpoint, run)
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
         parallel_model = model  # [fsdp:parallel] without DDP: FSDP averages the gradients
-        writer = ShardWriter(model, optimizer)
-        copy = writer.copy if config.async_save else None  # training continues during the save
+        save_state = make_saver(checkpoints, model, optimizer, run, config.async_save)
 
         def save(step: int) -> None:
             fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
             run.enter_stage("save", step)
-            path = checkpoints.save(step, writer.write, fields, copy)  # [fsdp:save]
+            path = save_state(step, fields)  # [fsdp:save] each rank writes its shards
             run.observers.save(step, path)
 
         run.observers.build(model, optimizer, first_step)

@@ -28,9 +28,9 @@ TEMPLATES = Path(__file__).parent / "copied"
 MAX_DATASET_BYTES = 64 << 20
 IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/data/*/*.bin", "nanoGPT/data/*/meta.*"]
 IGNORED.append("nanoGPT/data/.downloads/")
-# Modules of a phase: its programs, and Muon, which a flag loads. The modules that they import are copied, too.
-PHASE_MODULES = ("train", "evaluate", "minimal", "naive", "muon")
-TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.checkpoint.verify"]
+# Modules of a phase: its programs, and those that a flag loads. The modules that they import are copied, too.
+PHASE_MODULES = ("train", "evaluate", "minimal", "naive", "backends", "muon")
+TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.muon", "nanoGPT.checkpoint.verify"]
 TOOLS += ["nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
 LESSONS = {

@@ -24,7 +24,7 @@ from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import allocate_state, configure_optimizer
 from operate.ranks import run_on_ranks, start_ranks
 from phase3_fsdp.fsdp import FsdpConfig, init_shards, put_parameters_on_meta, shard_model
-from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards, training_state
+from phase3_fsdp.sharded_checkpoint import AsyncSaver, load_shards, save_shards, training_state
 
 # The points at which any rank can be killed, then those that only rank 0 reaches.
 POINTS_OF_EVERY_RANK = ("before it opens a file", "while it writes a file", "after it closes a file")
@@ -55,15 +55,23 @@ class Saver:
         self.optimizer = configure_optimizer(self.model, config)
         allocate_state(self.optimizer)
         self.checkpoints = CheckpointDirectory(out_dir, run, keep)
-        self.shard_writer = ShardWriter(self.model, self.optimizer)
-        self.copy_state = self.shard_writer.copy if is_async else None
+        self.in_background = AsyncSaver(self.checkpoints, self.model, self.optimizer, run) if is_async else None
 
     @torch.no_grad()
     def save(self, step: int) -> None:
         """Set every number of the training state to `step` and save it."""
         for tensor in training_state(self.model, self.optimizer).values():
             tensor.fill_(step)
-        self.checkpoints.save(step, self.shard_writer.write, {"phase": "torture"}, self.copy_state)
+        fields = {"phase": "torture"}
+        if self.in_background:
+            self.in_background.begin_save(step, fields)
+        else:
+            self.checkpoints.save(step, lambda files: save_shards(files, self.model, self.optimizer), fields)
+
+    def drain(self) -> None:
+        """Wait for a save in the background."""
+        if self.in_background:
+            self.in_background.drain()
 
     def load_newest(self) -> int:
         """Load the newest complete checkpoint and return its step.
@@ -83,7 +91,7 @@ def load_and_save(out_dir: str) -> int:
     saver = Saver(out_dir, False)
     step = saver.load_newest()
     saver.save(step + 9)
-    saver.checkpoints.drain()
+    saver.drain()
     return step
 
 
@@ -171,7 +179,7 @@ def save_two_steps(out_dir: str, is_async: bool) -> Saver:
     saver = Saver(out_dir, is_async, keep=2)
     for step in (1, 2):
         saver.save(step)
-    saver.checkpoints.drain()
+    saver.drain()
     return saver
 
 
@@ -191,7 +199,7 @@ def save_and_die(out_dir: str, point: str, victim: int, is_async: bool) -> None:
     if dist.get_rank() == victim:
         arm_kill(point)
     saver.save(3)
-    saver.checkpoints.drain()
+    saver.drain()
     time.sleep(60)  # the caller kills this rank after the victim
 
 

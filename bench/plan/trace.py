@@ -213,7 +213,7 @@ def set_up_zero1(config: zero1.Zero1Config, shape: ModelConfig, run: Runtime) ->
     """Set up phase 1."""
     model = shape.create_model()
     optimizer = zero1.shard_optimizer(model, config)
-    parallel_model = zero1.parallelize(model, optimizer, config, run) if optimizer.averages_gradients else model
+    parallel_model = zero1.parallelize(model, optimizer, config, run) if config.zero1_backend != "torch" else model
     return TrainingSetup(
         parallel_model,
         optimizer,

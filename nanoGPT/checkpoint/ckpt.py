@@ -1,15 +1,20 @@
 """The payload of the baseline and of phase 2: nanoGPT's ckpt.pt, with the training state in full."""
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.training_state import check_shapes, load_weights, read_full_state, shapes_of
+from nanoGPT.checkpoint.starting_point import check_shapes, load_sources, load_weights, shapes_of
 from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory, unreadable_checkpoint
+from nanoGPT.files import is_present, retry_reads
 from nanoGPT.model import GPT
+
+T = TypeVar("T")
 
 
 def write_ckpt(
@@ -44,22 +49,66 @@ def remove_defaults(model_args: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in model_args.items() if (k, v) not in (("gelu", "none"), ("model", "gpt2"))}
 
 
-def load_training_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def read_ckpt(path: Path, interpret: Callable[[dict[str, Any]], T]) -> T:
+    """Read a `ckpt.pt`. Its tensors are mapped to memory.
+
+    Args:
+        path: of the file.
+        interpret: what to return of the entries of the file.
+
+    Raises:
+        ConfigError: the file is not a `ckpt.pt`, or contains anything but tensors and plain values.
+    """
+    try:
+        return interpret(retry_reads(path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True)))
+    except ConfigError:
+        raise
+    except Exception as error:  # of many kinds, if the content is arbitrary
+        if ran_out_of_memory(error):
+            raise
+        is_unsafe = isinstance(error, pickle.UnpicklingError)
+        reason = "reading it could run code" if is_unsafe else quote_cause(error)
+        message = f"{path} is not a checkpoint of nanoGPT ({reason}): use another checkpoint"
+        raise unreadable_checkpoint(path, message) from None
+
+
+def name_moments(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries of a `ckpt.pt` of this project, and its optimizer state by parameter name."""
+    names, states = content["optimizer_params"], content["optimizer"]["state"]
+    return content, {names[i]: items for i, items in states.items()}
+
+
+def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
     """Load the weights and the optimizer state of any checkpoint into an unsharded model and its optimizer.
 
     Raises:
         ConfigError: the checkpoint does not match the model or the optimizer.
     """
-    state, params = read_full_state(path), dict(model.named_parameters())
-    check_shapes(path, state.shapes, shapes_of(params))
-    load_weights(model, state.model)
-    moments = {name: dict(items) for name, items in state.optimizer.items()}
+    if is_present(path / "ckpt.pt"):
+        content, moments = read_ckpt(path / "ckpt.pt", name_moments)
+        tied = model.config.tied_names()
+        weights = {name: tensor for name, tensor in content["model"].items() if name not in tied}
+        shapes = shapes_of(weights)
+    else:
+        state = load_sources(path).read_full_state(path)
+        weights, shapes, moments = state.model, state.shapes, state.optimizer
+    check_shapes(path, shapes, shapes_of(dict(model.named_parameters())))
+    load_weights(model, weights)
+    moments = {name: dict(items) for name, items in moments.items()}
     for name, items in moments.items():
-        stored = {key: value.shape for key, value in items.items() if value.dim()}  # without step counts
-        check_shapes(f"the optimizer state of {name} in {path}", stored, dict.fromkeys(stored, state.shapes[name]))
-    order = optimizer_params(model, optimizer)
-    values = {i: moments[name] for i, name in enumerate(order) if name in moments}
+        check_moments(path, name, items, shapes[name])
+    values = {i: moments[name] for i, name in enumerate(optimizer_params(model, optimizer)) if name in moments}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": values})
+
+
+def check_moments(path: Path, name: str, items: Mapping[str, torch.Tensor], shape: torch.Size) -> None:
+    """Check that the optimizer state of a parameter has the parameter's shape, except scalars such as step counts.
+
+    Raises:
+        ConfigError: an item has another shape.
+    """
+    stored = {item: value.shape for item, value in items.items() if value.dim()}
+    check_shapes(f"the optimizer state of {name} in {path}", stored, dict.fromkeys(stored, shape))
 
 
 def optimizer_params(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

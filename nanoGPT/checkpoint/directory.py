@@ -11,8 +11,7 @@
 
 A save writes into `.tmp-*`. Each rank hashes and fsyncs its files. Rank 0 then writes the manifest, fsyncs, renames the
 directory, and fsyncs the parent directory. A kill at any moment therefore leaves either a complete new checkpoint, or
-the previous checkpoints unchanged. At the end of a save, rank 0 deletes old checkpoints. With an asynchronous save, all
-of this happens in another thread, while training continues; training waits only if the previous save is not complete.
+the previous checkpoints unchanged. At the end of a save, rank 0 deletes old checkpoints.
 """
 
 import contextlib
@@ -21,11 +20,8 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from nanoGPT.checkpoint.manifest import (
     NO_LOSS,
@@ -70,13 +66,10 @@ class CheckpointDirectory:
 
     def __init__(self, out_dir: str, run: Runtime, keep_checkpoints: int, reads_only: bool = False) -> None:
         self.root, self.keep_checkpoints, self.reads_only = Path(out_dir) / "checkpoints", keep_checkpoints, reads_only
-        self.run = run.with_own_group()  # an asynchronous save must not interfere with collectives of the training
-        self.save_executor = ThreadPoolExecutor(1)
-        self.pending_save: Future[None] | None = None
+        self.run = run.with_own_group()  # a save in another thread must not interfere with collectives of the training
         self.chosen_step: float = math.inf  # by --resume_step, until the first save
         self.saved_or_resumed_steps: set[int] = set()
         self.last_save = time.monotonic()  # or the start of the run
-        run.end_callbacks.append(self.drain)
         self.run.call_on_rank0(lambda: self.root.mkdir(exist_ok=True))
         self._check_shared()
 
@@ -120,58 +113,37 @@ class CheckpointDirectory:
         self.run.print0(f"{reason} (kept as {new_path.name})")
 
     def is_save_due(self, minutes: float) -> bool:
-        """Return whether this rank requests a save. On rank 0, a save is due `minutes` after the last one.
-
-        A rank whose asynchronous save has failed also requests one: `save` then raises the failure on all ranks, before
-        more work is lost.
-
-        Args:
-            minutes: time between two saves; 0 turns these saves off.
-        """
-        if self.pending_save and self.pending_save.done() and self.pending_save.exception():
-            return True
+        """Return whether this rank requests a save. On rank 0, a save is due `minutes` after the last one; 0: never."""
         return self.run.is_main and minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
 
-    def save(
-        self,
-        step: int,
-        write: Callable[[NewFiles], None],
-        fields: Manifest,
-        copy: Callable[[], None] | None = None,
-    ) -> Path:
-        """Save a checkpoint. If this run has already saved this step, only update its best validation loss.
+    def save(self, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> Path:
+        """Save a checkpoint, and return its path. If this run has already saved this step, only update its manifest.
 
         Args:
             step: number of completed updates.
             write: called on every rank; writes this rank's files.
             fields: the fields of the manifest other than step, world size, versions and files.
-            copy: None for a synchronous save. For an asynchronous save, copies the data that `write` will write; it is
-                called when the previous save is complete. Another thread then calls `write`, and the next `save` or
-                `drain` raises the errors of this thread.
-
-        Returns:
-            The path of the checkpoint, which an asynchronous save creates later.
 
         Raises:
-            SaveError: a rank could not write, in this save or in an asynchronous save before it, or the directory now
-                belongs to another run. Nothing of the failed step remains; all earlier checkpoints do.
+            SaveError: a rank could not write, or the directory now belongs to another run. Nothing of the failed step
+                remains; all earlier checkpoints do.
         """
-        self.drain()
-        self.last_save = time.monotonic()
-        final = self.root / f"step-{step:08d}"
-        with self._raise_save_error(final):
-            is_saved = self.run.call_on_rank0(lambda: self._prepare_save(step, final, fields))
-        self.chosen_step = math.inf
-        self.saved_or_resumed_steps.add(step)
-        if copy and not is_saved:
-            with self._raise_save_error(final):
-                self.run.call_on_all(copy)
-            self.pending_save = self.save_executor.submit(self._save, final, step, write, fields)
-        elif not is_saved:
-            self._save(final, step, write, fields)
+        final, is_saved = self.prepare_save(step, fields)
+        if not is_saved:
+            self.write(final, step, write, fields)
         return final
 
-    def _prepare_save(self, step: int, final: Path, fields: Manifest) -> bool:
+    def prepare_save(self, step: int, fields: Manifest) -> tuple[Path, bool]:
+        """Return the path of a new checkpoint, and whether this run has already saved this step; raise as `save`."""
+        self.last_save = time.monotonic()
+        final = self.root / f"step-{step:08d}"
+        with self.raise_save_error(final):
+            is_saved = self.run.call_on_rank0(lambda: self._prepare_directory(step, final, fields))
+        self.chosen_step = math.inf
+        self.saved_or_resumed_steps.add(step)
+        return final, is_saved
+
+    def _prepare_directory(self, step: int, final: Path, fields: Manifest) -> bool:
         """Set checkpoints aside that are newer than --resume_step. Return whether this run has already saved this step.
 
         A signal may have saved the step before its evaluation, so the best validation loss in its manifest is updated.
@@ -198,19 +170,8 @@ class CheckpointDirectory:
             fsync_path(final)
         return True
 
-    def drain(self) -> None:
-        """Wait until an asynchronous save is complete. Collective.
-
-        Raises:
-            SaveError: the save failed.
-        """
-        pending, self.pending_save = self.pending_save, None
-        if pending:
-            pending.result()
-
-    def _save(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
-        if self.run.device.type == "cuda":
-            torch.cuda.set_device(self.run.device)  # another thread would use GPU 0, and create a context on it
+    def write(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
+        """Write a new checkpoint after `prepare_save`; raise as `save`. It may run in another thread on all ranks."""
         temporary = self.root / f".tmp-{final.name}"
         new_files = NewFiles(temporary, self.run.group, self.run.report_progress)
 
@@ -218,7 +179,7 @@ class CheckpointDirectory:
             write(new_files)
             return new_files.records()
 
-        with self._raise_save_error(final, temporary):
+        with self.raise_save_error(final, temporary):
             self.run.call_on_rank0(lambda: self._create_temporary(temporary))
             records = self.run.call_on_all(write_files)
             files = sorted((file for each in records for file in each), key=lambda file: file["name"])
@@ -230,7 +191,7 @@ class CheckpointDirectory:
             self._delete_old()
 
     @contextlib.contextmanager
-    def _raise_save_error(self, final: Path, temporary: Path | None = None) -> Iterator[None]:
+    def raise_save_error(self, final: Path, temporary: Path | None = None) -> Iterator[None]:
         """Convert an error in a part of a save to a SaveError.
 
         Args:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from safetensors import safe_open
 from torch import Tensor
 
-from nanoGPT.checkpoint.training_state import LazyTensors, are_tied, shapes_of
+from nanoGPT.checkpoint.sources import LazyTensors, are_tied
+from nanoGPT.checkpoint.starting_point import shapes_of
 from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory
 from nanoGPT.files import is_present, list_directory, read_document
 from nanoGPT.model import MODULES, GPTConfig, ModelConfig, find_architecture

@@ -1,47 +1,27 @@
 """Decide where a run starts: with random weights, with given weights, or by resuming a checkpoint.
 
-Weights come from a checkpoint of any phase and number of ranks, nanoGPT's ckpt.pt, a Hugging Face directory, or the
-name of one of OpenAI's GPT-2 models. A run that resumes a checkpoint needs the same model, optimizer, tokenizer, data
-and position; an evaluation needs only the model and the tokenizer.
+A run that resumes a checkpoint needs the same model, optimizer, tokenizer, data and position; an evaluation needs only
+the model and the tokenizer. Given weights are read by `nanoGPT.checkpoint.sources`.
 """
 
 import dataclasses
-import sys
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from nanoGPT.checkpoint.manifest import Checkpoint, find_checkpoint, read_manifests
-from nanoGPT.checkpoint.training_state import LazyTensors, check_shapes, read_ckpt, read_full_state, shapes_of
+from nanoGPT.checkpoint.manifest import NO_LOSS, Checkpoint
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
-from nanoGPT.files import is_present
-from nanoGPT.model import GPT, MODULES, ModelConfig, find_architecture, make_shape
-from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer, make_gpt2_identity
-from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
+from nanoGPT.model import GPT, ModelConfig, find_architecture, make_shape
+from nanoGPT.optim import LossScaler
+from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer
+from nanoGPT.train_config import TrainConfig
 
 PADDED_VOCAB = 50304
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class Weights(NamedTuple):
-    """The weights of a model.
-
-    Attributes:
-        shape: of the model.
-        tensors: its parameters by name, each of which is read when it is accessed.
-        tokenizer: of the text that it was trained on; None if its source does not name it.
-    """
-
-    shape: ModelConfig
-    tensors: LazyTensors
-    tokenizer: TokenizerIdentity | None
 
 
 def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
@@ -76,20 +56,7 @@ def read_starting_point(
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
         shape = make_shape({**dataclasses.asdict(config), "vocab_size": rows})
     else:
-        shape, weights, tokenizer = read_weights(config.init_from, run, config.resume_step)
-        if tokenizer:
-            check_same_tokenizer(config, data, config.init_from, tokenizer)
-        else:
-            run.print0(f"{config.init_from} does not name its tokenizer: assuming that of --dataset={config.dataset}")
-        if config.block_size > shape.block_size:
-            raise ConfigError(
-                f"--block_size={config.block_size} is larger than the {shape.block_size} positions of "
-                f"{config.init_from}: use --block_size={shape.block_size} or less"
-            )
-        shape.block_size = config.block_size
-        if name := shape.POSITIONS:
-            positions = weights[name][: config.block_size]
-            weights.data[name] = lambda: positions
+        shape, weights = load_sources(config.init_from).read_initial_weights(config, data, run)
     if shape.vocab_size < data.tokenizer["vocab_size"]:
         raise ConfigError(
             f"the model has {shape.vocab_size} rows of vocabulary, but {config.dataset} needs "
@@ -98,6 +65,11 @@ def read_starting_point(
     shape.dropout = config.dropout
     check_model(shape)
     return shape, weights
+
+
+def load_sources(source: object) -> Any:
+    """Return the module that reads weights and training states of another source than the trainer's own phase."""
+    return import_optional("nanoGPT.checkpoint.sources", f"--init_from={source}")
 
 
 def check_model(shape: ModelConfig) -> None:
@@ -241,62 +213,6 @@ def check_same_tokenizer(
         )
 
 
-# ---- weights of any source
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a directory is that of a run, or of one of its checkpoints."""
-    return is_present(folder / "checkpoints") or is_present(folder / "manifest.json")
-
-
-def read_weights(source: str, run: Runtime | None = None, step: StepChoice = None) -> Weights:
-    """Read weights from a run, a nanoGPT directory, a Hugging Face directory, or a GPT-2 that is given by name.
-
-    Args:
-        source: the directory or the name.
-        run: this rank's Runtime. With multiple ranks, rank 0 chooses the checkpoint, because the source may be a run
-            that is training. None: a single process.
-        step: of the checkpoint, if the source is a run; see `find_checkpoint`.
-
-    Returns:
-        The weights. An access to one raises ConfigError if a value is not finite.
-
-    Raises:
-        ConfigError: the source is none of these, or is not valid.
-    """
-    folder, tokenizer = Path(source), None
-    if is_run(folder):
-        checkpoint = find_checkpoint(folder, run, step)
-        state, tokenizer = read_full_state(checkpoint.path), checkpoint.manifest["data"]["tokenizer"]
-        model_args, tensors, shapes = checkpoint.manifest["model_args"], state.model, state.shapes
-    else:
-        if step is not None:
-            raise ConfigError(f"--resume_step={step} needs the directory of a run, which {source} is not: remove it")
-        if source in PRETRAINED and not folder.is_dir():
-            folder, tokenizer = load_hugging_face(source).download_gpt2(source), make_gpt2_identity()
-        if is_present(folder / "ckpt.pt"):
-            state, rest = read_ckpt(folder / "ckpt.pt")
-            model_args, tensors, tokenizer = rest.get("model_args"), state.model, rest.get("tokenizer")
-        elif is_present(folder / "config.json"):
-            shape, tensors, stored_tokenizer = load_hugging_face(source).read_hf(folder)
-            model_args, tokenizer = vars(shape), tokenizer or stored_tokenizer
-        else:
-            raise ConfigError(f"{source} has neither checkpoints/, ckpt.pt nor config.json: use a run or a model")
-        shapes = shapes_of(tensors)
-    shape = check_weights_fit(source, model_args, shapes)
-    if tokenizer is None and shape.model == "gpt2" and shape.vocab_size >= GPT2_VOCAB:
-        tokenizer = make_gpt2_identity()
-        if run is None or run.is_main:
-            print(f"{source} does not name its tokenizer: assuming GPT-2's", file=sys.stderr)
-    readers = {name: partial(read_finite_tensor, source, tensors, name) for name in tensors}
-    return Weights(shape, LazyTensors(readers), tokenizer)
-
-
-def load_hugging_face(source: str) -> Any:
-    """Return the module that reads weights of Hugging Face. It is loaded only if a run starts from them."""
-    return import_optional("nanoGPT.checkpoint.hugging_face", f"--init_from={source}")
-
-
 def shape_fields(shape: ModelConfig, config: TrainConfig) -> list[str]:
     """Return the fields that the shape of a model shares with a configuration, the model's name first.
 
@@ -322,55 +238,60 @@ def read_shape(source: object, model_args: Any) -> ModelConfig:
         raise ConfigError(f"{source} describes no model ({quote_cause(error)}): use another directory") from None
 
 
-def find_model_name(source: str) -> str:
-    """Return the name of the model in a directory with weights; gpt2 if the directory does not name it."""
-    folder, model_args = Path(source), None
-    if is_run(folder):
-        model_args = next((manifest.get("model_args") for _, manifest in read_manifests(folder)), None)
-    elif is_present(folder / "ckpt.pt"):
-        model_args = read_ckpt(folder / "ckpt.pt")[1].get("model_args")
-    elif is_present(folder / "config.json"):
-        model = load_hugging_face(source).read_model_type(folder / "config.json")
-        model_args = {"model": model if model in MODULES else "gpt2"}
-    name = model_args.get("model") if isinstance(model_args, dict) else None
-    return name if isinstance(name, str) else "gpt2"
+# ---- the training state
 
 
-def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.Size]) -> ModelConfig:
-    """Check that weights match the model that `model_args` describes, and return its shape.
+def manifest_fields(
+    config: TrainConfig,
+    model_args: ModelConfig,
+    data: TokenData,
+    phase: str,
+    best_val_loss: float,
+    scaler: LossScaler,
+) -> dict[str, Any]:
+    """Return the fields of a training run's manifest, in addition to the fields of every manifest.
+
+    The configuration in the manifest has the shape of the model, which may be that of given weights (`init_from`).
+    """
+    fields, shape = dataclasses.asdict(config), dict(vars(model_args))
+    return {
+        "phase": phase,
+        "config": fields | {name: shape[name] for name in fields.keys() & shape},
+        "model_args": shape,
+        "data": data.identity,
+        "best_val_loss": min(best_val_loss, NO_LOSS),
+        "grad_scaler": scaler.state_dict(),
+    }
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shape of each tensor; of a sharded tensor, that of the full one."""
+    return {name: tensor.size() for name, tensor in tensors.items()}
+
+
+def check_shapes(source: object, stored: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Check that a checkpoint has exactly the tensors of a model, or of an optimizer, with their shapes.
 
     Args:
-        source: of the weights, for the message.
-        model_args: as read from a file.
-        shapes: of the weights, by name.
+        source: the checkpoint, for the message.
+        stored: the shapes of its full tensors, by name.
+        expected: the shapes of the model's full tensors, by name.
 
     Raises:
-        ConfigError: `model_args` describe no model, or a parameter is missing, unknown or of another shape.
+        ConfigError: a name or a shape differs.
     """
-    shape = read_shape(source, model_args)
-    try:
-        prefix = shape.BLOCKS + "."
-        layers = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
-        if shape.n_layer != len(layers):  # to build a model of 10**8 layers would take forever
-            raise ValueError(f"its n_layer is {shape.n_layer}, but it has the weights of {len(layers)} layers")
-        if shape.n_head < 1 or shape.n_embd % shape.n_head:
-            raise ValueError(f"its n_embd {shape.n_embd} is not divisible by its n_head {shape.n_head}")
-        expected = shapes_of(dict(shape.create_on_meta().named_parameters()))
-    except Exception as error:  # of many kinds, if the values are arbitrary
-        raise ConfigError(f"{source} describes no model ({quote_cause(error)}): use another directory") from None
-    check_shapes(source, shapes, expected)
-    return shape
+    if differ := sorted(name for name in {*stored, *expected} if stored.get(name) != expected.get(name)):
+        in_file, in_model = (
+            tuple(shapes[differ[0]]) if differ[0] in shapes else "missing" for shapes in (stored, expected)
+        )
+        raise ConfigError(
+            f"{source} and the model differ in {len(differ)} parameters, such as {differ[0]}: its shape is {in_file} "
+            f"in the checkpoint, and {in_model} in the model: use a checkpoint of this model"
+        )
 
 
-def read_finite_tensor(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Read a parameter.
-
-    Raises:
-        ConfigError: it is not floating point, or a value is NaN or infinite.
-    """
-    tensor = tensors[name]
-    if tensor.dtype not in FLOATS:
-        raise ConfigError(f"{source} has {name} of {tensor.dtype}: use weights of torch.float32, for example")
-    if not tensor.isfinite().all():
-        raise ConfigError(f"{source} has values in {name} that are not finite: use an earlier checkpoint")
-    return tensor
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into a model of the same shape. The tied head shares the embedding's tensor."""
+    for name, param in model.named_parameters():
+        param.copy_(weights[name])

@@ -58,7 +58,6 @@ class Runtime:
         lock: the lock file of out_dir; only on rank 0, while the run uses the directory.
         uses_autocast: False if parameters are cast instead, as FSDP does.
         group: the process group of `max` and `gather`; None: the default group.
-        end_callbacks: called on every rank when training has ended.
         timeout: how long a collective of `group` may take; None: torch's default.
         token: random identity of this start of the job, the same on all ranks.
         progress: shared with the Runtimes that `with_own_group` returns.
@@ -81,7 +80,6 @@ class Runtime:
     lock: Any = None
     uses_autocast: bool = True
     group: dist.ProcessGroup | None = None
-    end_callbacks: list[Callable[[], None]] = field(default_factory=list)
     timeout: datetime.timedelta | None = None
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     progress: Progress = field(default_factory=Progress)
@@ -156,11 +154,6 @@ class Runtime:
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         self.max(0)
-
-    def finish(self) -> None:
-        """Wait for work in other threads, such as an asynchronous save. Collective."""
-        for callback in self.end_callbacks:
-            callback()
 
     def with_own_group(self) -> "Runtime":
         """Return a Runtime of the same ranks with a separate gloo group, for use in another thread. Collective."""

@@ -1,12 +1,14 @@
-"""What programs other than the trainers need: a command line, and errors in one sentence."""
+"""What programs other than the trainers need: a command line, errors in one sentence, and the ranks of a launcher."""
 
 import contextlib
 import inspect
 import io
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from nanoGPT.distributed.environment import environment_number
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.program import HELP, collect_flags, convert_texts, join_flag_values, print_help, unbreakable_output
 
@@ -52,3 +54,19 @@ def report_errors(output_is_optional: bool = True) -> Iterator[None]:
         except KeyboardInterrupt:
             sys.excepthook = lambda *_: print("\nstopped", file=sys.stderr)
             raise
+
+
+def read_launched_ranks(micro_batches: int) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, for a program that only a launcher can start.
+
+    Raises:
+        ConfigError: no launcher started this process, or the ranks cannot share the micro-batches of a step equally.
+    """
+    rank, ranks = environment_number("RANK"), environment_number("WORLD_SIZE")
+    if not ranks or "RANK" not in os.environ:
+        raise ConfigError("this program needs a launcher: start it with torchrun --standalone --nproc_per_node=2")
+    if micro_batches < ranks or micro_batches % ranks:
+        raise ConfigError(
+            f"--micro_batches={micro_batches} cannot be divided by {ranks} ranks: use a multiple of {ranks}"
+        )
+    return rank, ranks

@@ -7,7 +7,6 @@ Later values override earlier ones. With `--init_from=resume`, the configuration
 resumed run needs only its `--out_dir`.
 """
 
-import dataclasses
 import json
 import os
 import types
@@ -18,13 +17,13 @@ from typing import Any
 import torch
 
 from nanoGPT.checkpoint.manifest import choose_step, find_newest_run, read_manifests
-from nanoGPT.checkpoint.starting_point import find_model_name, read_weights, shape_fields
+from nanoGPT.checkpoint.starting_point import load_sources
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.job.program import HELP, Texts, collect_flags, convert_texts, expand_home, join_flag_values, print_help
-from nanoGPT.model import MODULES, find_architecture, make_shape
+from nanoGPT.model import MODULES, find_architecture
 from nanoGPT.observers import add_flags, find_default_observers
-from nanoGPT.train_config import PRETRAINED, C, StepChoice, TrainConfig, field_names, find_device_defaults
+from nanoGPT.train_config import C, StepChoice, TrainConfig, field_names, find_device_defaults
 
 RUN_FIELDS = {"out_dir", "resume_step", "eval_only", "observers"}  # apply to one start of a run, and are not resumed
 CONFIG_VARIABLE = "NANOGPT_CONFIG"  # environment variable with the configuration as JSON
@@ -58,9 +57,13 @@ def parse(
 
     init_from = texts.get("init_from", config_class.init_from)
     out_dir = texts.get("out_dir", TrainConfig.out_dir)
+    saved_model = "gpt2"
     if init_from == "resume":
         out_dir = find_run_to_resume(config_class, out_dir)
-    model = texts.get("model") or find_model_name(out_dir if init_from == "resume" else init_from)
+        saved_model = str(load_saved_config(config_class, out_dir).get("model", saved_model))
+    elif init_from != "scratch":
+        saved_model = load_sources(init_from).find_model_name(init_from)
+    model = texts.get("model") or saved_model
     config_class = add_flags(config_class, texts.get("observers", find_default_observers()), model)
     device = texts.get("device", "auto")
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
@@ -85,32 +88,9 @@ def parse(
         before = config_class(**defaults)
         defaults["min_lr"] = values["learning_rate"] * (before.min_lr / before.learning_rate)
     config = config_class(**defaults | values)
-    if init_from != "resume":
-        check_given_shape(config, {*values})
+    if init_from not in ("resume", "scratch"):
+        load_sources(init_from).check_given_shape(config, {*values})
     return config
-
-
-def check_given_shape(config: TrainConfig, given: set[str]) -> None:
-    """Check that no flag contradicts the shape of the weights that a new run starts from.
-
-    Sequences may be shorter than the context of the model.
-
-    Args:
-        config: of the run.
-        given: the names of the fields that a flag or a config file sets.
-
-    Raises:
-        ConfigError: a flag does; the message names it.
-    """
-    shape = make_shape({**dataclasses.asdict(config), "vocab_size": 1})
-    names = [name for name in shape_fields(shape, config) if name in given and name != "block_size"]
-    names = [name for name in names if getattr(config, name) is not None]
-    if not names or not (config.init_from in PRETRAINED or Path(config.init_from or "scratch").is_dir()):
-        return
-    shape = read_weights(config.init_from, step=config.resume_step).shape
-    for name in names:
-        if (value := getattr(config, name)) != (actual := getattr(shape, name)):
-            raise ConfigError(f"--{name}={value}, but {config.init_from} has {name}={actual}: remove this setting")
 
 
 def package_of(config_class: type[TrainConfig]) -> str:

@@ -22,10 +22,7 @@ from nanoGPT.distributed.environment import environment_number, name_launcher
 from nanoGPT.distributed.runtime import Runtime, create_runtime, join_process_group, pick_device, pick_dtype
 from nanoGPT.errors import (
     ConfigError,
-    DivergedRanks,
-    NonFiniteLoss,
     RunError,
-    SaveError,
     blames_peer,
     did_you_mean,
     report_failure,
@@ -188,13 +185,8 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
         run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
         with use_algorithms(attention, config.deterministic):
             yield run
-        run.finish()
         run.barrier()
     except BaseException as error:
-        if isinstance(error, DivergedRanks | NonFiniteLoss):
-            # All ranks raise this at the same step, and a save in progress is of an earlier step.
-            with contextlib.suppress(SaveError):
-                run.finish()
         sentence = None if isinstance(error, RunError) else observers.explain(error)
         if not reads_only:
             observers.end(error)

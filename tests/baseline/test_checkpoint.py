@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -16,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT import files
-from nanoGPT.checkpoint.dcp_writer import write_shards
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, NewFiles, read_manifest, verify_files
-from nanoGPT.checkpoint.training_state import read_full_state
+from nanoGPT.checkpoint.shards import write_shards
+from nanoGPT.checkpoint.sources import read_full_state
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.start import check_out_dir
 from nanoGPT.train_config import TrainConfig
-from tests.helpers.checkpoints import CPU, MANIFEST_FIELDS, list_names, make_directory, write_bytes
+from tests.helpers.checkpoints import CPU, list_names, make_directory, write_bytes
 from tests.helpers.programs import assert_refused, run_program, wait_until
 from tests.helpers.training import call_train, tiny, train, train_all
 from workshop.ranks import losses, run_on_ranks, start_ranks
@@ -44,31 +43,14 @@ def test_a_saved_checkpoint_is_the_newest(tmp_path):
     assert list_names(tmp_path) == ["LATEST", "step-00000005"]
 
 
-def test_an_asynchronous_save_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
-    """The saving thread selects its rank's GPU before it writes. A new thread would use GPU 0.
-
-    The selected GPU is recorded and not set, because this also runs where there is no GPU.
-    """
-    calls = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((threading.get_ident(), device)))
-    directory = make_directory(tmp_path)
-    directory.run.device = torch.device("cuda", 3)
-    directory.save(5, lambda files: calls.append("write"), MANIFEST_FIELDS, lambda: None)
-    directory.drain()
-    (thread, device), written = calls[:2]
-    assert device == torch.device("cuda", 3) and thread != threading.get_ident() and written == "write"
-
-
 def test_retention_keeps_the_newest_complete_checkpoints(tmp_path):
     """An old checkpoint is deleted when `keep` newer complete ones exist. A damaged checkpoint does not count."""
     directory = make_directory(tmp_path)
     for step in range(1, 5):
         directory.save(step, write_bytes(b"x"), {})
-    directory.drain()
     assert list_names(tmp_path) == ["LATEST", "step-00000002", "step-00000003", "step-00000004"]
     (tmp_path / "checkpoints" / "step-00000004" / "payload").unlink()
     directory.save(5, write_bytes(b"x"), {})
-    directory.drain()
     assert "step-00000002" in list_names(tmp_path)
 
 
@@ -85,11 +67,9 @@ def test_retention_keeps_the_best_checkpoint(tmp_path):
     assert newest.manifest["best_val_loss"] == 2.0 and (newest.path / "payload").read_bytes() == b"3.0"
     for step in (3, 4, 5, 6):
         directory.save(step, write_bytes(b"x"), {"best_val_loss": 2.0})
-    directory.drain()
     assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (2, 4, 5, 6)]
     for step in (7, 8, 9):
         directory.save(step, write_bytes(b"x"), {"best_val_loss": 1.0})
-    directory.drain()
     assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (7, 8, 9)]
 
 
@@ -139,7 +119,6 @@ def test_directories_that_no_save_wrote_are_not_checkpoints(tmp_path):
     shutil.copytree(path, path.parent / "step-00000009")
     assert directory.find_newest().step == 3
     directory.save(4, write_bytes(b"x"), {})
-    directory.drain()
     remaining = ["step-00000002", "step-00000003", "step-00000003.bak", "step-00000004", "step-a", "step-zz"]
     assert list_names(tmp_path) == [".bad-step-00000009", "LATEST", *remaining]
 
@@ -173,7 +152,6 @@ def test_verify_checkpoint_reports_complete_and_damaged_checkpoints(tmp_path):
     """`nanoGPT.checkpoint.verify` prints the state of each checkpoint. It fails if one is damaged or none exists."""
     directory = make_directory(tmp_path)
     first, _ = (directory.save(step, write_bytes(b"one"), {"phase": "test"}) for step in (1, 2))
-    directory.drain()
     words = ("nanoGPT.checkpoint.verify", f"--out_dir={tmp_path}")
     outcome = run_program(*words)
     assert outcome.code == 0 and outcome.output.count(": complete, 1 file(s), 3 bytes, test") == 2, outcome

@@ -12,10 +12,10 @@ import torch
 
 from nanoGPT import export, sample
 from nanoGPT.checkpoint import manifest as manifest_module
-from nanoGPT.checkpoint import starting_point as weights_module
+from nanoGPT.checkpoint import sources as weights_module
+from nanoGPT.checkpoint.ckpt import read_ckpt
 from nanoGPT.checkpoint.manifest import find_checkpoint, step_directories
-from nanoGPT.checkpoint.starting_point import read_weights
-from nanoGPT.checkpoint.training_state import read_ckpt, read_full_state
+from nanoGPT.checkpoint.sources import interpret_ckpt, read_full_state, read_weights
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
@@ -131,7 +131,8 @@ def test_an_exported_ckpt_is_bitwise_identical(phase, runs, tmp_path):
     loads.
     """
     export.main(str(runs[phase]), str(tmp_path), "ckpt")
-    before, (after, fields) = read_full_state(step_directories(runs[phase])[0]), read_ckpt(tmp_path / "ckpt.pt")
+    before = read_full_state(step_directories(runs[phase])[0])
+    after, fields = read_ckpt(tmp_path / "ckpt.pt", interpret_ckpt)
     assert before.model.keys() == after.model.keys() and before.optimizer.keys() == after.optimizer.keys()
     for name, value in before.model.items():
         assert torch.equal(value, after.model[name])
@@ -238,7 +239,7 @@ def test_an_export_does_not_need_memory_for_the_full_state(tmp_path):
     outcome = run_program(str(program), *words)
     assert outcome.code == 0 and "the full state does not fit into memory" in outcome.output, outcome
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["ckpt.pt"]
-    expected, (streamed, fields) = read_full_state(payload), read_ckpt(tmp_path / "to" / "ckpt.pt")
+    expected, (streamed, fields) = read_full_state(payload), read_ckpt(tmp_path / "to" / "ckpt.pt", interpret_ckpt)
     assert fields["iter_num"] == 1 and streamed.model.keys() == expected.model.keys()
     for name, items in expected.optimizer.items():
         assert torch.equal(expected.model[name], streamed.model[name])
@@ -250,7 +251,7 @@ EXPORT_WITH_MEMORY_LIMIT = """
 import re, resource, sys
 from pathlib import Path
 from nanoGPT.export import main
-from nanoGPT.checkpoint.training_state import read_full_state
+from nanoGPT.checkpoint.sources import read_full_state
 
 run, to, payload = sys.argv[1:]
 now = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoGPT.checkpoint.ckpt import write_ckpt
+from nanoGPT.checkpoint.ckpt import read_ckpt, write_ckpt
 from nanoGPT.checkpoint.hugging_face import read_hf
 from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.training_state import load_weights, read_ckpt
+from nanoGPT.checkpoint.sources import interpret_ckpt
+from nanoGPT.checkpoint.starting_point import load_weights
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
@@ -140,7 +141,7 @@ def test_a_head_of_its_own_is_saved_and_loaded(tmp_path):
     write_ckpt(NewFiles(tmp_path), run, model, optimizer, 1, {**MANIFEST_FIELDS, "model_args": vars(shape)})
     loaded = UntiedGPT(shape)
     torch.nn.init.zeros_(loaded.lm_head.weight)
-    load_weights(loaded, read_ckpt(tmp_path / "ckpt.pt")[0].model)
+    load_weights(loaded, read_ckpt(tmp_path / "ckpt.pt", interpret_ckpt)[0].model)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert_directory_refused(tmp_path, "differ in 1 parameters, such as lm_head.weight")
 

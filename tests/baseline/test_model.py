@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoGPT.checkpoint.starting_point import read_starting_point
-from nanoGPT.checkpoint.training_state import load_weights
+from nanoGPT.checkpoint.starting_point import load_weights, read_starting_point
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime, reseed
 from nanoGPT.model import GPT, GPTConfig, draw_initial_rows

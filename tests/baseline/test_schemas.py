@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanoGPT.checkpoint.ckpt import load_training_state
-from nanoGPT.checkpoint.dcp_reader import SafeReader, read_shards
-from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.checkpoint.shards import SafeReader, read_shards
+from nanoGPT.checkpoint.sources import read_weights
 from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf

@@ -8,8 +8,8 @@ import torch
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import NewFiles
-from nanoGPT.checkpoint.starting_point import read_weights
-from nanoGPT.checkpoint.training_state import load_weights
+from nanoGPT.checkpoint.sources import read_weights
+from nanoGPT.checkpoint.starting_point import load_weights
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.prepare.directory import write_meta, write_tokens

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import configure_muon, param_groups
+from nanoGPT.muon import configure_muon
+from nanoGPT.optim import param_groups
+from phase1_zero1.backends import DdpOptimizer
 from phase1_zero1.buckets import ELEMENTWISE
-from phase1_zero1.muon import sharded_muon_groups
+from phase1_zero1.muon import Zero1Muon, sharded_muon_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.parallelize import Zero1Config
-from phase1_zero1.protocol import DdpOptimizer
 from phase1_zero1.sharded_checkpoint import training_state
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton.kernels.adamw import TritonAdamW
@@ -134,7 +135,7 @@ def make_zero2(*args: Any, **kwargs: Any) -> Zero1Optimizer:
 def make_muon(model: nn.Module, **kwargs: Any) -> Zero1Optimizer:
     config = Zero1Config(learning_rate=0.1)
     options = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), **kwargs}
-    return Zero1Optimizer(sharded_muon_groups(model, config), torch.optim.AdamW, **options)
+    return Zero1Muon(sharded_muon_groups(model, config), torch.optim.AdamW, **options)
 
 
 CASES: dict[str, tuple[type, dict[str, Any]]] = {

@@ -19,7 +19,6 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.files import lock_directory
 from nanoGPT.job.parse import parse
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.optim import allocate_state
 from phase3_fsdp.evaluate import EvaluateConfig, evaluate_weights
 from phase3_fsdp.fsdp import (
     FsdpConfig,
@@ -27,7 +26,7 @@ from phase3_fsdp.fsdp import (
     create_mesh,
     find_units,
 )
-from phase3_fsdp.sharded_checkpoint import ShardWriter, load_shards
+from phase3_fsdp.sharded_checkpoint import load_shards, save_shards
 from tests.helpers.fsdp_options import MAX_LOSS_DIFFERENCE, make_cells, make_covering_array, make_sharded_model
 from tests.helpers.marks import mark_slow
 from tests.helpers.training import ROOT, gap, read_metric, tiny, train
@@ -149,7 +148,7 @@ def load_other_models() -> list[str]:
     with tempfile.TemporaryDirectory() as own_folder:
         folder = Path(create_runtime("cpu", "float32").gather(own_folder)[0])
         model, _ = make_sharded_model(dataclasses.replace(MEDIUM, bias=True))
-        ShardWriter(model, torch.optim.AdamW(model.parameters())).write(NewFiles(folder))
+        save_shards(NewFiles(folder), model, torch.optim.AdamW(model.parameters()))
         for changes in ({"vocab_size": 64}, {"bias": False}, {"n_layer": 3}):
             other, _ = make_sharded_model(dataclasses.replace(MEDIUM, **{"bias": True, **changes}))
             with pytest.raises(ConfigError) as failure:
@@ -165,35 +164,6 @@ def test_shards_of_another_model_are_refused():
         assert "such as transformer.wte.weight: its shape is (80, 32) in the checkpoint, and (64, 32)" in fewer
         assert "differ in 13 parameters" in no_bias and "and missing in the model" in no_bias
         assert "differ in 12 parameters" in deeper and "is missing in the checkpoint" in deeper
-
-
-def save_with_and_without_copy() -> list[float]:
-    """Save a weight twice after a copy, and once without a copy. Return the saved values."""
-    model, _ = make_sharded_model(MEDIUM)
-    optimizer = torch.optim.AdamW(model.parameters())
-    allocate_state(optimizer)
-    weight, writer = model.transformer["ln_f"].weight, ShardWriter(model, optimizer)
-    values = []
-    with tempfile.TemporaryDirectory() as own_folder:
-        folders = [own_folder]
-        dist.broadcast_object_list(folders)
-        for step, use_copy in enumerate((True, True, False)):
-            folder = Path(folders[0]) / str(step)
-            with torch.no_grad():
-                weight.fill_(step)
-                if use_copy:
-                    writer.copy()
-                    weight.fill_(-1)
-            writer.write(NewFiles(folder))
-            load_shards(folder, model, torch.optim.AdamW(model.parameters()))
-            values += weight.full_tensor().unique().tolist()
-        dist.barrier()  # before rank 0 deletes its folder
-    return values
-
-
-def test_a_save_writes_its_copy_once():
-    """A save writes the copy that was taken for it, and the current weights if there is no copy."""
-    assert run_on_ranks(save_with_and_without_copy, 2, show=False) == [[0.0, 1.0, 2.0]] * 2
 
 
 def test_units_by_size():

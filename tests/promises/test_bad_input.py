@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorPr
 
 from bench.plan.plan import PlanConfig
 from nanoGPT import export
-from nanoGPT.checkpoint.dcp_reader import RestrictedUnpickler, SafeReader
+from nanoGPT.checkpoint.shards import RestrictedUnpickler, SafeReader
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError

@@ -13,7 +13,8 @@ from nanoGPT import export, sample
 from nanoGPT.checkpoint import hugging_face
 from nanoGPT.checkpoint.hugging_face import read_hf, read_hf_tokenizer
 from nanoGPT.checkpoint.manifest import NO_LOSS, choose_step, read_manifest, serialize_manifest
-from nanoGPT.checkpoint.starting_point import read_starting_point, read_weights
+from nanoGPT.checkpoint.sources import read_weights
+from nanoGPT.checkpoint.starting_point import read_starting_point
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError

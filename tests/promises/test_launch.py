@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nanoGPT.checkpoint.manifest import serialize_manifest, step_directories
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.errors import ConfigError, NonFiniteLoss, report_failure
-from nanoGPT.job.start import STOP_SIGNALS, enter_out_dir, listen_for_signals, report_job_errors, start
+from nanoGPT.errors import ConfigError, report_failure
+from nanoGPT.job.start import STOP_SIGNALS, enter_out_dir, listen_for_signals, report_job_errors
 from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
 from operate.launch import explain_exit, find_root_cause
@@ -421,18 +421,3 @@ def test_a_rank_prints_its_error_if_the_error_file_cannot_be_written(tmp_path, m
         assert path.exists() != prints
     failure = ProcessFailure(0, 1, 1, str(path))
     assert explain_exit(1, failure.message, []) == (1, "its message is above, or in the output that it wrote last")
-
-
-def raise_non_finite_loss(out: str) -> list[str]:
-    calls: list[str] = []
-    try:
-        with start(tiny("nanoGPT", Path(out))) as run:
-            run.end_callbacks.append(lambda: calls.append("saved"))
-            raise NonFiniteLoss("step 3")
-    except NonFiniteLoss:
-        return calls
-
-
-def test_a_loss_that_is_not_finite_waits_for_the_previous_save(tmp_path):
-    """If a loss is not finite, the run waits for a save that is still in progress, because its state is good."""
-    assert run_on_ranks(raise_non_finite_loss, 2, str(tmp_path), show=False) == [["saved"], ["saved"]]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nanoGPT import export, sample
-from nanoGPT.checkpoint.starting_point import check_model, read_weights
+from nanoGPT.checkpoint.sources import read_weights
+from nanoGPT.checkpoint.starting_point import check_model
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.llama import LlamaConfig

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from nanoGPT import export
 from nanoGPT.checkpoint.hugging_face import read_hf
-from nanoGPT.checkpoint.starting_point import read_weights
+from nanoGPT.checkpoint.sources import read_weights
 from nanoGPT.dataset import EVALUATE, TokenData
 from nanoGPT.files import DATA
 from nanoGPT.model import GPT, GPTConfig

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nanoGPT.checkpoint.dcp_reader import SafeReader
+from nanoGPT.checkpoint import shards
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import HashedFile
+from nanoGPT.checkpoint.shards import SafeReader
 from phase3_fsdp import train as trainer
-from phase3_fsdp.sharded_checkpoint import ShardWriter
+from phase3_fsdp.sharded_checkpoint import AsyncSaver
 from workshop.ranks import run_on_ranks, start_ranks
 
 Chunk = Mapping[str, Any]  # a saved part of a tensor: key, first, size, file, begin, end
@@ -176,8 +177,9 @@ def record_saves() -> list[Event]:
         setattr(owner, name, recorded_method)
 
     wrap_method(CheckpointDirectory, "save", "stop")
-    wrap_method(ShardWriter, "copy", "copy")
-    wrap_method(ShardWriter, "write", "write")
+    wrap_method(AsyncSaver, "begin_save", "stop")
+    wrap_method(AsyncSaver, "copy", "copy")
+    wrap_method(shards, "write_shards", "write")
     wrap_method(trainer, "train_step", "step")
     return events
 

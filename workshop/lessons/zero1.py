@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanoGPT.checkpoint.dcp_reader import SafeReader
+from nanoGPT.checkpoint.shards import SafeReader
 from nanoGPT.dataset import TRAIN, TokenData
 from phase1_zero1.zero1 import Zero1Optimizer
 from workshop.lessons.loss_curves import compute_max_loss_difference

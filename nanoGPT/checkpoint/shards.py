@@ -1,4 +1,4 @@
-"""Read sharded checkpoints, which any number of ranks have written (`nanoGPT.checkpoint.dcp_writer`).
+"""Sharded checkpoints, the payload of phases 1 and 3: every rank writes its shards, and any number of ranks reads them.
 
 PyTorch's distributed checkpoint (DCP) writes one file per rank, and an index with the file and position of every slice
 of every tensor. These files are the payload of `nanoGPT.checkpoint.directory`, which adds what DCP lacks: hashes, and
@@ -10,7 +10,7 @@ import contextlib
 import io
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, EnumMeta
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,11 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.starting_point import check_shapes, load_sources, shapes_of
 from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, quote_cause, ran_out_of_memory, unreadable_checkpoint
-from nanoGPT.files import open_regular, retry_reads
+from nanoGPT.files import is_present, open_regular, retry_reads
 
 INDEX = ".metadata"
 ALLOWED = {
@@ -33,6 +37,45 @@ ALLOWED = {
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
 }
+
+
+# ---- read
+
+
+def load_shards(
+    path: Path,
+    state: Mapping[str, Tensor],
+    is_own: Callable[[Mapping[str, torch.Size]], bool],
+    copy: Callable[[Tensor, Tensor], object],
+) -> set[str]:
+    """Load a checkpoint of any phase, written by any number of ranks, into this rank's tensors and shards. Collective.
+
+    A rank reads only its own slices of a checkpoint of its phase. Of any other one it reads full tensors, one at a
+    time, and copies its part.
+
+    Args:
+        path: of the checkpoint.
+        state: the tensors to fill, as `model.<param>` and `optimizer.<param>.<item>`.
+        is_own: returns from the sizes of the stored tensors whether this phase has written them, the same on all ranks.
+        copy: copies to a tensor of `state` its part of a full tensor in the shape of the parameter.
+
+    Returns:
+        The names of the tensors that have been loaded, or that the checkpoint has for other ranks.
+
+    Raises:
+        ConfigError: the parameters in the checkpoint are not those of the model.
+    """
+    reader = SafeReader(path)
+    if not is_present(path / INDEX) or not is_own(reader.sizes):
+        return load_sources(path).copy_full_state(path, state, copy)
+    check_shapes(path, param_sizes(reader.sizes), param_sizes(shapes_of(state)))
+    read_shards(reader, {key: value for key, value in state.items() if key in reader.sizes})
+    return {*reader.sizes}
+
+
+def param_sizes(sizes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Return the sizes of the parameters by their names in the model."""
+    return {key.removeprefix("model."): size for key, size in sizes.items() if key.startswith("model.")}
 
 
 def find_member(members: Any, name: str) -> Enum:
@@ -134,3 +177,47 @@ def raise_own_error(no_dist: bool = False) -> Iterator[None]:
         if rank not in error.failures:
             raise PeerFailed(f"ranks {sorted(error.failures)} failed") from None
         raise error.failures[rank][0] from None
+
+
+# ---- write
+
+
+def write_shards(files: NewFiles, tensors: Mapping[str, Tensor]) -> None:
+    """Write this rank's tensors and shards into a new checkpoint; rank 0 also writes the index. Collective.
+
+    A tensor that is replicated on several ranks is written once.
+    """
+    # With copies ahead, the writer would synchronize with the training on a GPU every 10 MB, although an asynchronous
+    # save has already copied the tensors to the CPU.
+    writer = dcp.FileSystemWriter(files.folder, sync_files=False, overwrite=False, per_thread_copy_ahead=0)
+    writer.fs = HashingFileSystem(files)
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    with disable_crc32(), raise_own_error():
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=files.group)
+
+
+@contextlib.contextmanager
+def disable_crc32() -> Iterator[None]:
+    """Disable the checksum of `torch.save`: it costs a third of the time of SHA-256, and no reader checks it."""
+    previous = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(previous)
+
+
+class HashingFileSystem(FileSystem):
+    """A file system for torch's writer, whose files are `HashedFile`s of a new checkpoint."""
+
+    def __init__(self, files: NewFiles) -> None:
+        self.files = files
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with self.files.open(Path(path).name) as file:
+            yield file
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.files.files[Path(new_path).name] = self.files.files.pop(Path(path).name)

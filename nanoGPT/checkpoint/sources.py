@@ -1,0 +1,317 @@
+"""Read the weights or the training state of any source as full tensors: what a trainer reads only if it is asked to.
+
+A trainer resumes the checkpoints of its own phase without this module. It loads the module for a checkpoint of another
+phase, nanoGPT's ckpt.pt, a Hugging Face directory, or the name of one of OpenAI's GPT-2 models (`load_sources`). Only
+tensors and plain values are read: a file that could run code is refused.
+"""
+
+import dataclasses
+import re
+import sys
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoGPT.checkpoint.ckpt import check_moments, read_ckpt
+from nanoGPT.checkpoint.manifest import find_checkpoint, read_manifests
+from nanoGPT.checkpoint.shards import INDEX, SafeReader, param_sizes, read_shards
+from nanoGPT.checkpoint.starting_point import (
+    check_same_tokenizer,
+    check_shapes,
+    read_shape,
+    shape_fields,
+    shapes_of,
+)
+from nanoGPT.dataset import TokenData
+from nanoGPT.distributed.runtime import Runtime
+from nanoGPT.errors import ConfigError, import_optional, quote_cause
+from nanoGPT.files import is_present
+from nanoGPT.model import MODULES, ModelConfig, make_shape
+from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, make_gpt2_identity
+from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
+
+WRAPPERS = r"^(module\.|_orig_mod\.)+"  # prefixes of parameter names in a model that DDP or torch.compile wraps
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclasses.dataclass
+class FullState:
+    """A full training state by parameter name. Every payload can be read in this form. Tied names occur once.
+
+    Attributes:
+        model: the full tensor of each parameter, on the CPU.
+        optimizer: the state tensors of each parameter, such as exp_avg; empty if there are only weights.
+        shapes: the shape of each parameter.
+        reader: of the shards; None if the payload is a ckpt.pt.
+    """
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, Tensor]]
+    shapes: Mapping[str, torch.Size]
+    reader: SafeReader | None = None
+
+
+class LazyTensors(UserDict[str, Any]):
+    """A mapping whose tensors are read by functions at each access, so one tensor is in memory at a time."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.data[name]()
+
+
+class Weights(NamedTuple):
+    """The weights of a model.
+
+    Attributes:
+        shape: of the model.
+        tensors: its parameters by name, each of which is read when it is accessed.
+        tokenizer: of the text that it was trained on; None if its source does not name it.
+    """
+
+    shape: ModelConfig
+    tensors: LazyTensors
+    tokenizer: TokenizerIdentity | None
+
+
+# ---- the full state of a checkpoint
+
+
+def read_full_state(path: Path) -> FullState:
+    """Return the full state of a checkpoint, from `ckpt.pt` or from shards. A tensor is read when it is accessed.
+
+    Raises:
+        ConfigError: the checkpoint is not valid.
+    """
+    if not is_present(path / INDEX):
+        return read_ckpt(path / "ckpt.pt", interpret_ckpt)[0]
+    reader = SafeReader(path)
+    shapes = param_sizes(reader.sizes)
+    model, optimizer = LazyTensors(), defaultdict[str, LazyTensors](LazyTensors)
+    for key in reader.sizes:
+        kind, name = key.split(".", 1)
+        if kind == "model":
+            model.data[name] = partial(read_tensor, reader, key, shapes[name])
+        else:
+            name, item = name.rsplit(".", 1)
+            optimizer[name].data[item] = partial(read_tensor, reader, key, shapes[name])
+    return FullState(model, optimizer, shapes, reader)
+
+
+def read_tensor(reader: SafeReader, key: str, shape: torch.Size) -> Tensor:
+    """Read one full tensor from shards. If it is flat, as phase 1 stores it, return it in the parameter's shape."""
+    stored = reader.index.state_dict_metadata[key]
+    tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+    read_shards(reader, {key: tensor}, no_dist=True)
+    return tensor.view(shape) if tensor.dim() == 1 and tensor.numel() == shape.numel() else tensor
+
+
+def order_for_optimizer(params: Mapping[str, Tensor]) -> list[str]:
+    """Return parameter names in the order of `param_groups`: those with weight decay, then the others."""
+    return sorted(params, key=lambda name: params[name].dim() < 2)
+
+
+def remove_tied(weights: dict[str, Tensor], model_args: Mapping[str, Any]) -> None:
+    """Remove the other names of tied parameters, if they have the values of the parameter.
+
+    Args:
+        weights: by name; it is changed.
+        model_args: of the model.
+    """
+    for name, source in make_shape(model_args).tied_names().items():
+        if name in weights and are_tied(weights[name], weights[source]):
+            del weights[name]
+
+
+def are_tied(head: Tensor, embedding: Tensor) -> bool:
+    """Return whether both have the same values, of the same dtype."""
+    return head.dtype == embedding.dtype and torch.equal(head, embedding)
+
+
+def interpret_ckpt(content: dict[str, Any]) -> tuple[FullState, dict[str, Any]]:
+    """Return the training state in a `ckpt.pt` of this project or of nanoGPT, and the other entries of the file."""
+    model = {re.sub(WRAPPERS, "", k): v for k, v in content.pop("model").items()}
+    model = {k: v for k, v in model.items() if not k.endswith(".attn.bias")}  # the causal mask
+    remove_tied(model, content.get("model_args") or {})
+    order = content.pop("optimizer_params", order_for_optimizer(model))  # nanoGPT does not name them
+    states = content.pop("optimizer", {"state": {}})["state"]
+    return FullState(model, {order[i]: state for i, state in states.items()}, shapes_of(model)), content
+
+
+def copy_full_state(path: Path, state: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]) -> set[str]:
+    """Copy the full tensors of a checkpoint to this rank's tensors and shards, as `shards.load_shards` describes."""
+    full, found = read_full_state(path), set()
+    check_shapes(path, full.shapes, param_sizes(shapes_of(state)))
+    for key, target in state.items():
+        kind, name = key.split(".", 1)
+        if kind == "model":
+            copy(target, full.model[name])
+        else:
+            name, item = name.rsplit(".", 1)
+            if item not in full.optimizer.get(name, {}):
+                continue
+            value = full.optimizer[name][item]
+            check_moments(path, name, {item: value}, full.shapes[name])
+            copy(target, value)
+        found.add(key)
+    return found
+
+
+# ---- weights of any source
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a directory is that of a run, or of one of its checkpoints."""
+    return is_present(folder / "checkpoints") or is_present(folder / "manifest.json")
+
+
+def read_initial_weights(config: TrainConfig, data: TokenData, run: Runtime) -> tuple[ModelConfig, LazyTensors]:
+    """Return the shape and the weights of `config.init_from`, for sequences of `config.block_size` tokens. Collective.
+
+    Raises:
+        ConfigError: the context length or the tokenizer of the weights does not match the configuration.
+    """
+    source = config.init_from
+    shape, weights, tokenizer = read_weights(source, run, config.resume_step)
+    if tokenizer:
+        check_same_tokenizer(config, data, source, tokenizer)
+    else:
+        run.print0(f"{source} does not name its tokenizer: assuming that of --dataset={config.dataset}")
+    if config.block_size > shape.block_size:
+        raise ConfigError(
+            f"--block_size={config.block_size} is larger than the {shape.block_size} positions of {source}: "
+            f"use --block_size={shape.block_size} or less"
+        )
+    shape.block_size = config.block_size
+    if name := shape.POSITIONS:
+        positions = weights[name][: config.block_size]
+        weights.data[name] = lambda: positions
+    return shape, weights
+
+
+def read_weights(source: str, run: Runtime | None = None, step: StepChoice = None) -> Weights:
+    """Read weights from a run, a nanoGPT directory, a Hugging Face directory, or a GPT-2 that is given by name.
+
+    Args:
+        source: the directory or the name.
+        run: this rank's Runtime. With multiple ranks, rank 0 chooses the checkpoint, because the source may be a run
+            that is training. None: a single process.
+        step: of the checkpoint, if the source is a run; see `find_checkpoint`.
+
+    Returns:
+        The weights. An access to one raises ConfigError if a value is not finite.
+
+    Raises:
+        ConfigError: the source is none of these, or is not valid.
+    """
+    folder, tokenizer = Path(source), None
+    if is_run(folder):
+        checkpoint = find_checkpoint(folder, run, step)
+        state, tokenizer = read_full_state(checkpoint.path), checkpoint.manifest["data"]["tokenizer"]
+        model_args, tensors, shapes = checkpoint.manifest["model_args"], state.model, state.shapes
+    else:
+        if step is not None:
+            raise ConfigError(f"--resume_step={step} needs the directory of a run, which {source} is not: remove it")
+        if source in PRETRAINED and not folder.is_dir():
+            folder, tokenizer = load_hugging_face(source).download_gpt2(source), make_gpt2_identity()
+        if is_present(folder / "ckpt.pt"):
+            state, rest = read_ckpt(folder / "ckpt.pt", interpret_ckpt)
+            model_args, tensors, tokenizer = rest.get("model_args"), state.model, rest.get("tokenizer")
+        elif is_present(folder / "config.json"):
+            shape, tensors, stored_tokenizer = load_hugging_face(source).read_hf(folder)
+            model_args, tokenizer = vars(shape), tokenizer or stored_tokenizer
+        else:
+            raise ConfigError(f"{source} has neither checkpoints/, ckpt.pt nor config.json: use a run or a model")
+        shapes = shapes_of(tensors)
+    shape = check_weights_fit(source, model_args, shapes)
+    if tokenizer is None and shape.model == "gpt2" and shape.vocab_size >= GPT2_VOCAB:
+        tokenizer = make_gpt2_identity()
+        if run is None or run.is_main:
+            print(f"{source} does not name its tokenizer: assuming GPT-2's", file=sys.stderr)
+    readers = {name: partial(read_finite_tensor, source, tensors, name) for name in tensors}
+    return Weights(shape, LazyTensors(readers), tokenizer)
+
+
+def load_hugging_face(source: str) -> Any:
+    """Return the module that reads weights of Hugging Face. It is loaded only if a run starts from them."""
+    return import_optional("nanoGPT.checkpoint.hugging_face", f"--init_from={source}")
+
+
+def find_model_name(source: str) -> str:
+    """Return the name of the model in a directory with weights; gpt2 if the directory does not name it."""
+    folder, model_args = Path(source), None
+    if is_run(folder):
+        model_args = next((manifest.get("model_args") for _, manifest in read_manifests(folder)), None)
+    elif is_present(folder / "ckpt.pt"):
+        model_args = read_ckpt(folder / "ckpt.pt", interpret_ckpt)[1].get("model_args")
+    elif is_present(folder / "config.json"):
+        model = load_hugging_face(source).read_model_type(folder / "config.json")
+        model_args = {"model": model if model in MODULES else "gpt2"}
+    name = model_args.get("model") if isinstance(model_args, dict) else None
+    return name if isinstance(name, str) else "gpt2"
+
+
+def check_given_shape(config: TrainConfig, given: set[str]) -> None:
+    """Check that no flag contradicts the shape of the weights that a new run starts from.
+
+    Sequences may be shorter than the context of the model.
+
+    Args:
+        config: of the run.
+        given: the names of the fields that a flag or a config file sets.
+
+    Raises:
+        ConfigError: a flag does; the message names it.
+    """
+    shape = make_shape({**dataclasses.asdict(config), "vocab_size": 1})
+    names = [name for name in shape_fields(shape, config) if name in given and name != "block_size"]
+    names = [name for name in names if getattr(config, name) is not None]
+    if not names or not (config.init_from in PRETRAINED or Path(config.init_from or "scratch").is_dir()):
+        return
+    shape = read_weights(config.init_from, step=config.resume_step).shape
+    for name in names:
+        if (value := getattr(config, name)) != (actual := getattr(shape, name)):
+            raise ConfigError(f"--{name}={value}, but {config.init_from} has {name}={actual}: remove this setting")
+
+
+def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.Size]) -> ModelConfig:
+    """Check that weights match the model that `model_args` describes, and return its shape.
+
+    Args:
+        source: of the weights, for the message.
+        model_args: as read from a file.
+        shapes: of the weights, by name.
+
+    Raises:
+        ConfigError: `model_args` describe no model, or a parameter is missing, unknown or of another shape.
+    """
+    shape = read_shape(source, model_args)
+    try:
+        prefix = shape.BLOCKS + "."
+        layers = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
+        if shape.n_layer != len(layers):  # to build a model of 10**8 layers would take forever
+            raise ValueError(f"its n_layer is {shape.n_layer}, but it has the weights of {len(layers)} layers")
+        if shape.n_head < 1 or shape.n_embd % shape.n_head:
+            raise ValueError(f"its n_embd {shape.n_embd} is not divisible by its n_head {shape.n_head}")
+        expected = shapes_of(dict(shape.create_on_meta().named_parameters()))
+    except Exception as error:  # of many kinds, if the values are arbitrary
+        raise ConfigError(f"{source} describes no model ({quote_cause(error)}): use another directory") from None
+    check_shapes(source, shapes, expected)
+    return shape
+
+
+def read_finite_tensor(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Read a parameter.
+
+    Raises:
+        ConfigError: it is not floating point, or a value is NaN or infinite.
+    """
+    tensor = tensors[name]
+    if tensor.dtype not in FLOATS:
+        raise ConfigError(f"{source} has {name} of {tensor.dtype}: use weights of torch.float32, for example")
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{source} has values in {name} that are not finite: use an earlier checkpoint")
+    return tensor
