@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoGPT.errors import ConfigError, did_you_mean
+from nanoGPT.errors import ConfigError, did_you_mean, import_optional
 from nanoGPT.files import DATA, is_present, open_regular, retry_reads, sha256_of, size_of
 from nanoGPT.prepare.meta import DatasetMeta, TokenFile, identify, read_dataset_meta
-from nanoGPT.sampling import draw_in_epochs, draw_random, parse_mixture
 from nanoGPT.train_config import TrainConfig
 
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened
 MAX_OPEN_FILES = 32768  # more than any dataset has shards, and fewer than macOS allows
+SAMPLING = "nanoGPT.sampling"  # loaded only for mixtures and epochs
 TRAIN, EVALUATE = 0, 1  # the purpose of a batch, which is part of its random key
 
 
@@ -197,8 +197,10 @@ def find_mixture(dataset: str) -> list[tuple[Path, int]]:
     Raises:
         ConfigError: a dataset does not exist or occurs twice, or a weight is not valid.
     """
-    is_one = is_present(DATA / dataset[:200] / "meta.json") or is_present(Path(dataset) / "meta.json")
-    parts = [(dataset, 1)] if is_one else parse_mixture(dataset)
+    is_mixture = ":" in dataset or "," in dataset
+    if not is_mixture or is_present(DATA / dataset[:200] / "meta.json") or is_present(Path(dataset) / "meta.json"):
+        return [(find_dataset(dataset), 1)]
+    parts = import_optional(SAMPLING, f"--dataset={dataset}").parse_mixture(dataset)
     mixture = sorted([(find_dataset(name), weight) for name, weight in parts], key=lambda part: part[0].resolve().name)
     names = [folder.resolve().name for folder, _ in mixture]
     if repeated := [name for name in names if names.count(name) > 1]:
@@ -212,6 +214,28 @@ def find_mixture(dataset: str) -> list[tuple[Path, int]]:
 def read_identity(dataset: str) -> dict[str, Any]:
     """Return the identity of the data that `--dataset` names, from the files meta.json alone."""
     return identify([(path.resolve().name, weight, read_dataset_meta(path)) for path, weight in find_mixture(dataset)])
+
+
+def draw_random(
+    generator: np.random.Generator, batch_size: int, window_counts: Sequence[int], weights: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Draw sequences with replacement: a dataset in proportion to the weights, and then one of its windows.
+
+    Args:
+        generator: in a state that depends only on the key of the batch.
+        batch_size: B, the number of sequences.
+        window_counts: number of windows of each dataset.
+        weights: weight of each dataset.
+
+    Returns:
+        B pairs: the index of a dataset, and the number of a window.
+    """
+    windows = [generator.integers(count, size=batch_size).tolist() for count in window_counts]
+    if len(windows) == 1:
+        return [(0, window) for window in windows[0]]
+    ends = list(accumulate(weights))
+    datasets = [bisect_right(ends, draw) for draw in generator.integers(ends[-1], size=batch_size).tolist()]
+    return [(dataset, windows[dataset][row]) for row, dataset in enumerate(datasets)]
 
 
 class TokenData:
@@ -307,7 +331,9 @@ class TokenData:
         weights = tuple(each.weight for each in self.datasets)
         if self.sampling == "epoch" and purpose == TRAIN:
             first = (step * self.micro_batches + micro_batch) * self.batch_size
-            return draw_in_epochs(self.seed, first, self.batch_size, counts, weights)
+            return import_optional(SAMPLING, "--sampling=epoch").draw_in_epochs(
+                self.seed, first, self.batch_size, counts, weights
+            )
         # Philox is counter-based: it computes random numbers directly from its key (the seed) and a counter (purpose,
         # step and micro-batch), so no state is kept between calls.
         generator = np.random.Generator(np.random.Philox(key=[self.seed, 0], counter=[0, purpose, step, micro_batch]))

@@ -10,7 +10,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self
 
@@ -60,13 +60,6 @@ class ModelConfig(ABC):
         """Return a model of this shape on the meta device, where tensors need no memory."""
         with torch.device("meta"):
             return self.create_model()
-
-    def tied_names(self) -> dict[str, str]:
-        """Return the other name of each tied parameter outside the blocks, with the name under which it is saved."""
-        model = replace(self, n_layer=1).create_on_meta()  # a damaged file may describe millions of blocks
-        saved_names = {param: name for name, param in model.named_parameters()}
-        pairs = model.named_parameters(remove_duplicate=False)
-        return {name: saved_names[param] for name, param in pairs if name != saved_names[param]}
 
     def count_params(self) -> int:
         """Return the number of parameters. A tied parameter counts once."""

@@ -1,14 +1,19 @@
-"""Muon for the matrices of the blocks, and AdamW for all other parameters: `--optimizer=muon` loads this module."""
+"""Muon for the matrices of the blocks, and AdamW for all other parameters: `--optimizer=muon` loads this module.
 
-from collections.abc import Callable
-from typing import Any
+The phases assign each matrix to one rank, because the update of a matrix needs all of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanoGPT.optim import param_groups
 from nanoGPT.shared_optimizer import SharedOptimizer, run_closure
 from nanoGPT.train_config import TrainConfig
+
+Param = TypeVar("Param", bound=Tensor)
 
 
 def configure_muon(
@@ -57,6 +62,25 @@ def muon_groups(model: nn.Module, config: TrainConfig) -> tuple[dict[str, Any], 
         for group in param_groups(model, config.weight_decay)
     ]
     return matrices, others
+
+
+def assign_owners(params: Sequence[Param], world_size: int, cost: Callable[[Tensor], int]) -> dict[Param, int]:
+    """Return one owner rank per parameter. The largest costs go first, each to the least loaded rank (Graham 1969)."""
+    load = [0] * world_size
+    owner = {}
+    for param in sorted(params, key=cost, reverse=True):
+        owner[param] = load.index(min(load))
+        load[owner[param]] += cost(param)
+    return owner
+
+
+def count_multiplications(matrix: Tensor) -> int:
+    """Return the multiplications in one Newton-Schulz iteration of Muon on an (m, n) matrix X with m <= n.
+
+    The iteration computes A = X X', the square of A, and B X.
+    """
+    m, n = sorted(matrix.shape)
+    return 2 * m * m * n + m * m * m
 
 
 class MuonWithAdamW(SharedOptimizer):

@@ -168,7 +168,7 @@ class Observers(Observer):
         return None
 
     def end(self, error: BaseException | None) -> None:
-        """Call `end` on all observers in reverse order. If one fails, those after it see its error, and then it is raised.
+        """Call `end` on all observers in reverse order. If one fails, the next ones see its error, and it is raised.
 
         An earlier error is not replaced.
         """

@@ -1,4 +1,4 @@
-"""Choose the sequences of a batch: from which dataset of a mixture, and from which window of its tokens.
+"""Mixtures of datasets, and epochs, which use each sequence once: `--dataset=a:3,b:1` and `--sampling=epoch` load this.
 
 A choice is a pure function of the seed and of the position in the run. Nothing is stored between two calls, so a
 resumed run makes the same choices, and the choices do not depend on the number of ranks.
@@ -6,13 +6,9 @@ resumed run makes the same choices, and the choices do not depend on the number 
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
-
-import numpy as np
 
 from nanoGPT.errors import ConfigError
 
@@ -24,14 +20,11 @@ def parse_mixture(text: str) -> list[tuple[str, int]]:
     """Return the names and the weights of a mixture such as `shakespeare:3,fineweb_edu:1`.
 
     Returns:
-        The weights are integers without a common divisor, so `a:0.6,b:0.2` and `a:3,b:1` are equal. A text without a
-        colon and a comma is the name of one dataset, with weight 1.
+        The weights are integers without a common divisor, so `a:0.6,b:0.2` and `a:3,b:1` are equal.
 
     Raises:
         ConfigError: a name is empty, or a weight is missing or out of range.
     """
-    if ":" not in text and "," not in text:
-        return [(text, 1)]
     names, weights = [], []
     for part in text.split(","):
         name, colon, weight = part.rpartition(":")
@@ -52,28 +45,6 @@ def parse_mixture(text: str) -> list[tuple[str, int]]:
     return [(name, weight // divisor) for name, weight in zip(names, integers, strict=True)]
 
 
-def draw_random(
-    generator: np.random.Generator, batch_size: int, window_counts: Sequence[int], weights: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Draw sequences with replacement: a dataset in proportion to the weights, and then one of its windows.
-
-    Args:
-        generator: in a state that depends only on the key of the batch.
-        batch_size: B, the number of sequences.
-        window_counts: number of windows of each dataset.
-        weights: weight of each dataset.
-
-    Returns:
-        B pairs: the index of a dataset, and the number of a window.
-    """
-    windows = [generator.integers(count, size=batch_size).tolist() for count in window_counts]
-    if len(windows) == 1:
-        return [(0, window) for window in windows[0]]
-    ends = list(accumulate(weights))
-    datasets = [bisect_right(ends, draw) for draw in generator.integers(ends[-1], size=batch_size).tolist()]
-    return [(dataset, windows[dataset][row]) for row, dataset in enumerate(datasets)]
-
-
 @lru_cache(maxsize=256)  # each choice is needed twice: to read ahead, and a step later to read
 def draw_in_epochs(
     seed: int, first: int, batch_size: int, window_counts: tuple[int, ...], weights: tuple[int, ...]
@@ -83,7 +54,7 @@ def draw_in_epochs(
     Each dataset has its own epochs: an epoch visits each of its windows once, in a random order.
 
     Args, Returns:
-        As for `draw_random`.
+        As for `nanoGPT.dataset.draw_random`.
     """
     choices = []
     for sequence in range(first, first + batch_size):

@@ -35,6 +35,7 @@ from operate.device_progress import DeviceProgress, watch_device
 from operate.heartbeat import HeartbeatThread, write_collectives
 from operate.known_errors import explain_known_error
 from operate.out_of_memory import MemoryReport, explain_memory_error
+from operate.progress_bar import ProgressBar
 from operate.restart import (
     end_elastic_job,
     exclude_spare_ranks,
@@ -88,6 +89,7 @@ class Observer(observers.Observer):
         self.heartbeat: HeartbeatThread | None = None
         self.device_progress: DeviceProgress | None = None
         self.tracker: Tracker | None = None
+        self.bar: ProgressBar | None = None
         self.memory_report: MemoryReport | None = None
         self.sharded_params: list[nn.Parameter] = []
         self.flops_per_token = 0
@@ -141,6 +143,7 @@ class Observer(observers.Observer):
             saved = next(manifests, {"config": vars(self.config)})["config"]  # a new run is compared with itself
             for sentence in (*describe_changes(self.config, saved), *describe_schedule(self.config, saved)):
                 print(sentence, flush=True)
+        self.bar = ProgressBar(first_step, self.config.max_iters, self.run.is_main)
         if self.run.is_main and self.flags.track != "none":
             self.tracker = Tracker(self.config, self.flags.track, self.run, first_step, vars(model.config))
 
@@ -150,6 +153,11 @@ class Observer(observers.Observer):
             self.device_progress.record(self.run.progress.stages_entered)
         if stage == "update":
             self.used_params = hash((self.used_params, *(param.grad is not None for param in self.sharded_params)))
+
+    def begin_step(self, step: int) -> None:
+        """Show the progress bar."""
+        if self.bar:
+            self.bar.show()
 
     def log(self, line: dict[str, Any]) -> None:
         """Check that FSDP has reduced the same parameters on all ranks, add the MFU, and send the line to the tracker.
@@ -167,6 +175,8 @@ class Observer(observers.Observer):
             line["mfu"] = compute_mfu(line["tokens_per_second"], self.flops_per_token, self.run)
         if self.tracker:
             self.tracker.log(line)
+        if self.bar:
+            self.bar.hide(line["step"])
 
     def explain(self, error: BaseException) -> str | None:
         """Return a sentence for an error that the user can fix."""
@@ -183,6 +193,8 @@ class Observer(observers.Observer):
                     self.stack_file.flush()
                 with contextlib.suppress(Exception):  # an error of the flight recorder must not hide it either
                     write_collectives(self.out_dir, self.run.rank)
+        if self.bar:
+            self.bar.close()
         if self.tracker:
             self.tracker.close()  # before the message, after which the launcher waits only EXIT_SECONDS
         is_known = isinstance(error, RunError | SystemExit) and not getattr(error, "on_one_rank", False)

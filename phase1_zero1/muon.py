@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from nanoGPT.distributed.sharding import assign_owners, count_multiplications
-from nanoGPT.muon import muon_groups
+from nanoGPT.muon import assign_owners, count_multiplications, muon_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import Bucket, Options, Shard
 from phase1_zero1.zero1 import Zero1Optimizer

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 import nanoGPT.costs
 from nanoGPT.costs import Costs, optimizer_bytes, ring_bytes
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.distributed.sharding import assign_owners, count_multiplications, local_shard
+from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPT
-from nanoGPT.muon import muon_groups
+from nanoGPT.muon import assign_owners, count_multiplications, muon_groups
 from phase3_fsdp.fsdp import FsdpConfig
 
 CollectiveBytes = Counter[tuple[str, int]]  # bytes of the full tensors, by collective and number of ranks

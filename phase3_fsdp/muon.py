@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.distributed.sharding import assign_owners, count_multiplications, local_shard, row_range
-from nanoGPT.muon import MuonWithAdamW, configure_muon
+from nanoGPT.distributed.sharding import local_shard, row_range
+from nanoGPT.muon import MuonWithAdamW, assign_owners, configure_muon, count_multiplications
 from nanoGPT.shared_optimizer import SharedOptimizer, run_closure
 from nanoGPT.train_config import TrainConfig
 

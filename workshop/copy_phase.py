@@ -30,8 +30,8 @@ IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/d
 IGNORED.append("nanoGPT/data/.downloads/")
 # Modules of a phase: its programs, and those that a flag loads. The modules that they import are copied, too.
 PHASE_MODULES = ("train", "evaluate", "minimal", "naive", "backends", "muon")
-TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.muon", "nanoGPT.checkpoint.verify"]
-TOOLS += ["nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
+TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.muon", "nanoGPT.sampling"]
+TOOLS += ["nanoGPT.checkpoint.verify", "nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
 LESSONS = {
     "nanoGPT": "`nanoGPT/distributed/ddp.py` averages the gradients with DDP.",

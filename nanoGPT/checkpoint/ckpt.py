@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.manifest import INDEX, NewFiles
 from nanoGPT.checkpoint.starting_point import check_shapes, load_sources, load_weights, shapes_of
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory, unreadable_checkpoint
@@ -84,15 +84,15 @@ def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer
     Raises:
         ConfigError: the checkpoint does not match the model or the optimizer.
     """
-    if is_present(path / "ckpt.pt"):
-        content, moments = read_ckpt(path / "ckpt.pt", name_moments)
-        tied = model.config.tied_names()
-        weights = {name: tensor for name, tensor in content["model"].items() if name not in tied}
-        shapes = shapes_of(weights)
-    else:
-        state = load_sources(path).read_full_state(path)
+    if is_present(path / INDEX):
+        state = load_sources(f"--init_from={path}").read_full_state(path)
         weights, shapes, moments = state.model, state.shapes, state.optimizer
-    check_shapes(path, shapes, shapes_of(dict(model.named_parameters())))
+        expected = dict(model.named_parameters())
+    else:
+        content, moments = read_ckpt(path / "ckpt.pt", name_moments)
+        weights, expected = content["model"], model.state_dict()  # with all names of tied parameters
+        shapes = shapes_of(weights)
+    check_shapes(path, shapes, shapes_of(expected))
     load_weights(model, weights)
     moments = {name: dict(items) for name, items in moments.items()}
     for name, items in moments.items():

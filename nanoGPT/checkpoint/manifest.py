@@ -27,6 +27,7 @@ from nanoGPT.train_config import StepChoice
 Manifest = dict[str, Any]
 STEP = re.compile("step-[0-9]{8,}")  # the name of a checkpoint's directory
 PART_BYTES = 16 << 20  # a file is written and hashed in parts of this size
+INDEX = ".metadata"  # of the shards, if the payload is sharded (`nanoGPT.checkpoint.shards`)
 NO_LOSS = 1e9  # the best validation loss before an evaluation, as in nanoGPT: JSON has no infinity
 
 

@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.manifest import INDEX, NewFiles
 from nanoGPT.checkpoint.starting_point import check_shapes, load_sources, shapes_of
 from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, quote_cause, ran_out_of_memory, unreadable_checkpoint
 from nanoGPT.files import is_present, open_regular, retry_reads
 
-INDEX = ".metadata"
 ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
@@ -67,7 +66,7 @@ def load_shards(
     """
     reader = SafeReader(path)
     if not is_present(path / INDEX) or not is_own(reader.sizes):
-        return load_sources(path).copy_full_state(path, state, copy)
+        return load_sources(f"--init_from={path}").copy_full_state(path, state, copy)
     check_shapes(path, param_sizes(reader.sizes), param_sizes(shapes_of(state)))
     read_shards(reader, {key: value for key, value in state.items() if key in reader.sizes})
     return {*reader.sizes}

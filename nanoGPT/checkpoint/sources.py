@@ -1,8 +1,9 @@
-"""Read the weights or the training state of any source as full tensors: what a trainer reads only if it is asked to.
+"""What a run brings from elsewhere: weights, training states of another phase, and models of one's own.
 
-A trainer resumes the checkpoints of its own phase without this module. It loads the module for a checkpoint of another
-phase, nanoGPT's ckpt.pt, a Hugging Face directory, or the name of one of OpenAI's GPT-2 models (`load_sources`). Only
-tensors and plain values are read: a file that could run code is refused.
+A trainer that trains our models, and resumes the checkpoints of its own phase, does not load this module. It does so
+for a checkpoint of another phase, nanoGPT's ckpt.pt, a Hugging Face directory, the name of one of OpenAI's GPT-2
+models, and a module of the user (`load_sources`). Weights are read as full tensors by parameter name. Only tensors and
+plain values are read: a file that could run code is refused.
 """
 
 import dataclasses
@@ -14,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from nanoGPT.checkpoint.ckpt import check_moments, read_ckpt
-from nanoGPT.checkpoint.manifest import find_checkpoint, read_manifests
-from nanoGPT.checkpoint.shards import INDEX, SafeReader, param_sizes, read_shards
+from nanoGPT.checkpoint.manifest import INDEX, find_checkpoint, read_manifests
+from nanoGPT.checkpoint.shards import SafeReader, param_sizes, read_shards
 from nanoGPT.checkpoint.starting_point import (
     check_same_tokenizer,
     check_shapes,
@@ -29,9 +31,9 @@ from nanoGPT.checkpoint.starting_point import (
 )
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError, import_optional, quote_cause
+from nanoGPT.errors import ConfigError, did_you_mean, import_optional, quote_cause
 from nanoGPT.files import is_present
-from nanoGPT.model import MODULES, ModelConfig, make_shape
+from nanoGPT.model import GPT, MODULES, ModelConfig, make_shape
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, make_gpt2_identity
 from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
 
@@ -121,9 +123,17 @@ def remove_tied(weights: dict[str, Tensor], model_args: Mapping[str, Any]) -> No
         weights: by name; it is changed.
         model_args: of the model.
     """
-    for name, source in make_shape(model_args).tied_names().items():
+    for name, source in tied_names(make_shape(model_args)).items():
         if name in weights and are_tied(weights[name], weights[source]):
             del weights[name]
+
+
+def tied_names(shape: ModelConfig) -> dict[str, str]:
+    """Return the other name of each tied parameter outside the blocks, with the name under which it is saved."""
+    model = dataclasses.replace(shape, n_layer=1).create_on_meta()  # a damaged file may describe millions of blocks
+    saved_names = {param: name for name, param in model.named_parameters()}
+    pairs = model.named_parameters(remove_duplicate=False)
+    return {name: saved_names[param] for name, param in pairs if name != saved_names[param]}
 
 
 def are_tied(head: Tensor, embedding: Tensor) -> bool:
@@ -235,6 +245,27 @@ def read_weights(source: str, run: Runtime | None = None, step: StepChoice = Non
     return Weights(shape, LazyTensors(readers), tokenizer)
 
 
+def check_source(config: TrainConfig) -> None:
+    """Check that `config.init_from` names a source of weights, which the run does not overwrite.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    source = config.init_from
+    if source in PRETRAINED:
+        return
+    if not source or not Path(source).is_dir():
+        known = ["scratch", "resume", *PRETRAINED]
+        raise ConfigError(
+            f"--init_from={source} is neither {', '.join(known)} nor a directory{did_you_mean(source, known)}"
+        )
+    if not config.eval_only and Path(source).resolve() == Path(config.out_dir).resolve():
+        raise ConfigError(
+            f"--init_from={source} is the directory of --out_dir too: choose another --out_dir, so that the model "
+            "stays as it is (or --init_from=resume to continue a run)"
+        )
+
+
 def load_hugging_face(source: str) -> Any:
     """Return the module that reads weights of Hugging Face. It is loaded only if a run starts from them."""
     return import_optional("nanoGPT.checkpoint.hugging_face", f"--init_from={source}")
@@ -315,3 +346,53 @@ def read_finite_tensor(source: str, tensors: Mapping[str, Tensor], name: str) ->
     if not tensor.isfinite().all():
         raise ConfigError(f"{source} has values in {name} that are not finite: use an earlier checkpoint")
     return tensor
+
+
+# ---- models of one's own
+
+
+def check_model(shape: ModelConfig) -> None:
+    """Check that checkpoints can store a model: one with two blocks is built without memory.
+
+    Raises:
+        ConfigError: it has something that they would not store, or its shape does not describe it.
+    """
+    problem = find_problem_of_shape(shape) or find_problem_of_model(dataclasses.replace(shape, n_layer=2))
+    if problem:
+        raise ConfigError(f"--model={shape.model} cannot be trained: {problem}")
+
+
+def find_problem_of_shape(shape: ModelConfig) -> str:
+    """Return why a checkpoint could not store a shape; "" if it can."""
+    fields = getattr(type(shape), "__dataclass_fields__", {})
+    if "__dataclass_fields__" not in vars(type(shape)):
+        return "its class Shape is no dataclass: decorate it with @dataclass"
+    if "create_model" not in vars(type(shape)):
+        return "its class Shape has no method create_model: define it"
+    if others := sorted(vars(shape).keys() - fields.keys()):
+        return f"its class Shape sets {others[0]}, which is not a field: compute it in the model"
+    try:
+        msgspec.convert(vars(shape), type(shape))
+    except msgspec.ValidationError as error:
+        return f"a field of its class Shape has a value of another type ({error}): correct the annotation"
+    return ""
+
+
+def find_problem_of_model(shape: ModelConfig) -> str:
+    """Return why a model of this shape cannot be trained; "" if it can."""
+    model = shape.create_on_meta()
+    saved_names, names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
+    if not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
+        return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT: correct it"
+    if extra := sorted(model.state_dict().keys() - names):
+        return f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
+    if shared := sorted(names - saved_names - tied_names(shape).keys()):
+        return f"{shared[0]} is another name of a parameter of a block: tie only parameters outside the blocks"
+    if scalars := [name for name, param in model.named_parameters() if not param.dim()]:
+        return f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"
+    return ""
+
+
+def find_blocks(model: GPT) -> torch.nn.Module | None:
+    """Return the module at the path BLOCKS; None if there is none."""
+    return dict(model.named_modules()).get(model.config.BLOCKS)

@@ -16,7 +16,7 @@ from nanoGPT.checkpoint.manifest import NO_LOSS, Checkpoint
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, import_optional, quote_cause
-from nanoGPT.model import GPT, ModelConfig, find_architecture, make_shape
+from nanoGPT.model import MODULES, ModelConfig, find_architecture, make_shape
 from nanoGPT.optim import LossScaler
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, describe_tokenizer
 from nanoGPT.train_config import TrainConfig
@@ -56,67 +56,21 @@ def read_starting_point(
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
         shape = make_shape({**dataclasses.asdict(config), "vocab_size": rows})
     else:
-        shape, weights = load_sources(config.init_from).read_initial_weights(config, data, run)
+        shape, weights = load_sources(f"--init_from={config.init_from}").read_initial_weights(config, data, run)
     if shape.vocab_size < data.tokenizer["vocab_size"]:
         raise ConfigError(
             f"the model has {shape.vocab_size} rows of vocabulary, but {config.dataset} needs "
             f"{data.tokenizer['vocab_size']}: use a larger --vocab_size, or a dataset with the tokenizer of the weights"
         )
     shape.dropout = config.dropout
-    check_model(shape)
+    if shape.model not in ("gpt2", *MODULES):
+        load_sources(f"--model={shape.model}").check_model(shape)
     return shape, weights
 
 
-def load_sources(source: object) -> Any:
-    """Return the module that reads weights and training states of another source than the trainer's own phase."""
-    return import_optional("nanoGPT.checkpoint.sources", f"--init_from={source}")
-
-
-def check_model(shape: ModelConfig) -> None:
-    """Check that checkpoints can store a model: one with two blocks is built without memory.
-
-    Raises:
-        ConfigError: it has something that they would not store, or its shape does not describe it.
-    """
-    problem = find_problem_of_shape(shape) or find_problem_of_model(dataclasses.replace(shape, n_layer=2))
-    if problem:
-        raise ConfigError(f"--model={shape.model} cannot be trained: {problem}")
-
-
-def find_problem_of_shape(shape: ModelConfig) -> str:
-    """Return why a checkpoint could not store a shape; "" if it can."""
-    fields = getattr(type(shape), "__dataclass_fields__", {})
-    if "__dataclass_fields__" not in vars(type(shape)):
-        return "its class Shape is no dataclass: decorate it with @dataclass"
-    if "create_model" not in vars(type(shape)):
-        return "its class Shape has no method create_model: define it"
-    if others := sorted(vars(shape).keys() - fields.keys()):
-        return f"its class Shape sets {others[0]}, which is not a field: compute it in the model"
-    try:
-        msgspec.convert(vars(shape), type(shape))
-    except msgspec.ValidationError as error:
-        return f"a field of its class Shape has a value of another type ({error}): correct the annotation"
-    return ""
-
-
-def find_problem_of_model(shape: ModelConfig) -> str:
-    """Return why a model of this shape cannot be trained; "" if it can."""
-    model = shape.create_on_meta()
-    saved_names, names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
-    if not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
-        return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT: correct it"
-    if extra := sorted(model.state_dict().keys() - names):
-        return f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
-    if shared := sorted(names - saved_names - shape.tied_names().keys()):
-        return f"{shared[0]} is another name of a parameter of a block: tie only parameters outside the blocks"
-    if scalars := [name for name, param in model.named_parameters() if not param.dim()]:
-        return f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"
-    return ""
-
-
-def find_blocks(model: GPT) -> torch.nn.Module | None:
-    """Return the module at the path BLOCKS; None if there is none."""
-    return dict(model.named_modules()).get(model.config.BLOCKS)
+def load_sources(flag: str) -> Any:
+    """Return the module for what a run brings from elsewhere: weights, checkpoints of another phase, and models."""
+    return import_optional("nanoGPT.checkpoint.sources", flag)
 
 
 def find_best_val_loss(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> float:

@@ -4,7 +4,7 @@
     log.txt         when the run started and ended, and which rank failed with which error
     env.json        versions, hardware, git commit, configuration, and the reason for each automatic choice
 
-Rank 0 also prints each logged line. If standard error is a terminal, it shows a progress bar below these lines.
+Rank 0 also prints each logged line.
 """
 
 import contextlib
@@ -12,13 +12,10 @@ import dataclasses
 import json
 import math
 import sys
-import threading
 import time
 from pathlib import Path
 from shlex import quote
 from typing import Any
-
-from tqdm import tqdm
 
 from nanoGPT.distributed.environment import (
     collect_versions,
@@ -103,10 +100,6 @@ class Log(Observer):
         self.first_step = self.next_step = first_step
         self.clock, self.step_seconds, self.is_timed = time.perf_counter(), 0.0, False
         self.tokens_before = run.call_on_rank0(self._open_files)
-        # tqdm's default lock is shared by all processes, and leaks if ranks are forked.
-        tqdm.set_lock(threading.RLock())
-        is_shown = run.is_main and sys.stderr.isatty()
-        self.bar = tqdm(total=config.max_iters, initial=first_step, unit="step", disable=not is_shown)
         run.observers.members.append(self)
 
     def _open_files(self) -> int:
@@ -194,9 +187,7 @@ class Log(Observer):
             return
         if not self.config.eval_only:
             self._write_metrics(line)
-        self.bar.update(min(line["step"] + 1, self.config.max_iters) - self.bar.n)
-        tqdm.write(format_line(line), file=sys.stdout)
-        sys.stdout.flush()
+        print(format_line(line), flush=True)
 
     def _write_metrics(self, line: dict[str, Any]) -> None:
         """Write a line. Open a new file if the run's directory was deleted or moved away, and then created again."""
@@ -210,7 +201,6 @@ class Log(Observer):
 
     def end(self, error: BaseException | None) -> None:
         """Write into log.txt how the run ended, and print how to resume a run that was stopped."""
-        self.bar.close()
         progress = self.run.progress
         if error is not None:
             text = f"failed in step {progress.step}, {progress.stage}: {type(error).__name__}: {error}"

@@ -62,7 +62,7 @@ def parse(
         out_dir = find_run_to_resume(config_class, out_dir)
         saved_model = str(load_saved_config(config_class, out_dir).get("model", saved_model))
     elif init_from != "scratch":
-        saved_model = load_sources(init_from).find_model_name(init_from)
+        saved_model = load_sources(f"--init_from={init_from}").find_model_name(init_from)
     model = texts.get("model") or saved_model
     config_class = add_flags(config_class, texts.get("observers", find_default_observers()), model)
     device = texts.get("device", "auto")
@@ -89,7 +89,7 @@ def parse(
         defaults["min_lr"] = values["learning_rate"] * (before.min_lr / before.learning_rate)
     config = config_class(**defaults | values)
     if init_from not in ("resume", "scratch"):
-        load_sources(init_from).check_given_shape(config, {*values})
+        load_sources(f"--init_from={init_from}").check_given_shape(config, {*values})
     return config
 
 

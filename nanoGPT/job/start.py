@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT.checkpoint.manifest import step_directories
+from nanoGPT.checkpoint.starting_point import load_sources
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.algorithms import Attention, choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number, name_launcher
@@ -24,14 +25,13 @@ from nanoGPT.errors import (
     ConfigError,
     RunError,
     blames_peer,
-    did_you_mean,
     report_failure,
 )
 from nanoGPT.files import is_present, lock_directory, open_lock_file
 from nanoGPT.job.parse import config_from_launcher, package_of, parse
 from nanoGPT.job.program import unbreakable_output
 from nanoGPT.observers import Observers
-from nanoGPT.train_config import PRETRAINED, TrainConfig, validate
+from nanoGPT.train_config import TrainConfig, validate
 
 # Terminals, schedulers and clouds announce the end of a job with one of these: to the launcher or to all processes.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -80,18 +80,8 @@ def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> At
     device, _ = pick_device(config.device, 0, local_world_size, world_size, config.supports_mps)
     dtype, _ = pick_dtype(config.dtype, device)
     attention = choose_attention(config.attention, config.deterministic, device, dtype, config.dropout)
-    is_known = config.init_from in ("scratch", "resume", *PRETRAINED)
-    if not is_known and not (config.init_from and Path(config.init_from).is_dir()):
-        suggestion = did_you_mean(config.init_from, ["scratch", "resume", *PRETRAINED])
-        raise ConfigError(
-            f"--init_from={config.init_from} is neither scratch, resume, {', '.join(PRETRAINED)} nor a directory"
-            f"{suggestion}"
-        )
-    if not is_known and not config.eval_only and Path(config.init_from).resolve() == Path(config.out_dir).resolve():
-        raise ConfigError(
-            f"--init_from={config.init_from} is the directory of --out_dir too: choose another --out_dir, so that the "
-            "model stays as it is (or --init_from=resume to continue a run)"
-        )
+    if config.init_from not in ("scratch", "resume"):
+        load_sources(f"--init_from={config.init_from}").check_source(config)
     TokenData.from_config(config)  # the trainer opens it again
     return attention
 

@@ -129,6 +129,9 @@ def test_a_stray_file_is_not_part_of_a_checkpoint(tmp_path):
     path = make_directory(tmp_path).find_newest().path
     (path / "ckpt.pt").write_bytes(b"garbage")
     assert read_full_state(path).model["transformer.wpe.weight"].shape == (16, 32)
+    options = {"max_iters": 2, "init_from": "resume", "gradient_accumulation_steps": 2}
+    curve = train("nanoGPT", 1, tiny("nanoGPT", tmp_path, **options))
+    assert [*curve] == [0, 1]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the name of a flushed file is read from /proc")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nanoGPT import export, sample
-from nanoGPT.checkpoint.sources import read_weights
-from nanoGPT.checkpoint.starting_point import check_model
+from nanoGPT.checkpoint.sources import check_model, read_weights, tied_names
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.llama import LlamaConfig
@@ -275,19 +274,14 @@ def test_a_mistake_in_a_model_is_refused(name, tmp_path, monkeypatch):
 
 
 def test_tied_parameters_are_found_and_counted_once(tmp_path, monkeypatch):
-    """A model ties parameters and names none of them. The methods with which older models did so still work."""
+    """A model ties parameters and names none of them."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
     code = code.replace(INIT, f"{INIT}        self.lm_head.weight = self.model['embed_tokens'].weight\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name, methods in (
-        ("my_tied", ""),
-        ("my_old", "    def tied_names(self):\n        return {'lm_head.weight': 'model.embed_tokens.weight'}\n\n"),
-    ):
-        text = code.replace("my_llama", name).replace("    def create", f"{methods}    def create")
-        (tmp_path / f"{name}.py").write_text(text)
-        check_model(shape := make_shape({**SHAPE, "model": name}))
-        assert shape.tied_names() == {"lm_head.weight": "model.embed_tokens.weight"}
-        assert shape.count_params() == sum(p.numel() for p in shape.create_model().parameters())
+    (tmp_path / "my_tied.py").write_text(code.replace("my_llama", "my_tied"))
+    check_model(shape := make_shape({**SHAPE, "model": "my_tied"}))
+    assert tied_names(shape) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert shape.count_params() == sum(p.numel() for p in shape.create_model().parameters())
 
 
 def test_kernels_that_do_not_apply_are_named():
