@@ -52,9 +52,9 @@ def compute_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def digest_code() -> str:
-    """Return a hash of the source files of the baseline and of all phases, including uncommitted changes."""
-    folders = [PACKAGE, *sorted(PACKAGE.parent.glob("phase*"))]
+def digest_code(*more: Path) -> str:
+    """Return a hash of the source files of the baseline, of all phases and of `more`, including uncommitted changes."""
+    folders = [PACKAGE, *sorted(PACKAGE.parent.glob("phase*")), *more]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.is_file()]
     files += [path for path in [PACKAGE.parent / "train.py"] if path.is_file()]  # of a copy
     sources = [path for path in files if not {"data", "config"} & {*path.relative_to(PACKAGE.parent).parts}]

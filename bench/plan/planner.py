@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.matrix.cells import make_config
+from bench.plan.cache import find_file, read_result, write_result
 from bench.plan.speed import (
     GIB,
     GPUS_PER_NODE,
@@ -172,6 +173,21 @@ def trace_row(row: Row, job: Job, batch_size: int = SEQUENCES, only_update: bool
     return summarize_trace(make_config(phase, Path("out"), **fields, **options), job, only_update)
 
 
+def submit_trace(
+    pool: Executor, row: Row, job: Job, batch_size: int = SEQUENCES, only_update: bool = False
+) -> Future[TraceSummary]:
+    """Call `trace_row` in a worker process, unless an earlier plan has. The result does not depend on the GPU."""
+    arguments = (row, job.shape, job.gpus, job.micro_batches, job.optimizer, job.dtype, batch_size, only_update)
+    file = find_file(arguments)
+    future: Future[TraceSummary] = Future()
+    if result := read_result(file):
+        future.set_result(result)
+    else:
+        future = pool.submit(trace_row, row, job, batch_size, only_update)
+        future.add_done_callback(lambda done: write_result(file, done.result))
+    return future
+
+
 def summarize_trace(config: TrainConfig, job: Job, only_update: bool = False) -> TraceSummary:
     """Trace a training step of a configuration, or only its update. This initializes a process group for a moment."""
     traced = trace(config, job.shape, job.gpus, only_update)
@@ -275,7 +291,7 @@ class Planner:
         """Return the traces of a row, one for each of TRACED_LAYERS. The first call starts them and waits for them."""
         if str(row) not in self.traces:
             jobs = [replace(self.job, shape=replace(self.shape, n_layer=layers)) for layers in TRACED_LAYERS]
-            self.traces[str(row)] = [self.pool.submit(trace_row, row, job) for job in jobs]
+            self.traces[str(row)] = [submit_trace(self.pool, row, job) for job in jobs]
         return [future.result() for future in self.traces[str(row)]]
 
     def trace_update(self, row: Row) -> TraceSummary | None:
@@ -287,7 +303,7 @@ class Planner:
             return None
         row = row[0], {name: value for name, value in row[1].items() if name in OPTIONS_OF_UPDATE}
         if str(row) not in self.updates:
-            self.updates[str(row)] = self.pool.submit(trace_row, row, self.job, 1, only_update=True)
+            self.updates[str(row)] = submit_trace(self.pool, row, self.job, 1, only_update=True)
         return self.updates[str(row)].result()
 
     def extrapolate(self, read: Callable[[TraceSummary], Numbers], row: Row) -> dict[Any, float]:

@@ -8,12 +8,13 @@ import time
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from bench.matrix.cells import make_config, run_cell
-from bench.plan import planner
+from bench.plan import cache, planner
 from bench.plan.plan import (
     MAX_BLOCKS,
     ROWS,
@@ -134,6 +135,12 @@ def find_traced_peak(traced, batch_size):
 QUICK_ROWS = [ROWS[0], ROWS[2], ROWS[-1]]  # DDP, ZeRO-2, and FSDP with several options
 
 
+@pytest.fixture(autouse=True)
+def use_new_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test trace for itself, and write nothing into `out`."""
+    monkeypatch.setattr(cache, "FOLDER", tmp_path)
+
+
 class InlineExecutor(Executor):
     """An executor that runs each function immediately, in this process."""
 
@@ -236,6 +243,23 @@ def test_a_shape_that_no_kernel_supports_is_reported_in_its_row():
         and not rows[0]["fits"]
     )
     assert "cannot run: causal_attention: heads have 256 channels" in format_memory_table(rows)[1] and rows[1]["fits"]
+
+
+def test_a_second_plan_traces_nothing(tmp_path):
+    """A plan with another GPU uses the traces of the first one. A damaged file is traced again, and results of other
+    code are deleted."""
+    (tmp_path / "other code").mkdir()
+    job, row, no_pool = Job(SMALL, H100, 2), ROWS[1], cast(Any, None)
+    first = Planner(job, InlineExecutor()).plan_row(row, 1)
+    (folder,) = tmp_path.iterdir()
+    assert Planner(job, no_pool).plan_row(row, 1) == first
+    assert Planner(replace(job, gpu=GPUS["t4"]), no_pool).plan_row(row, 1)["state_bytes"] == first["state_bytes"]
+    file, *_ = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:9])
+    for changed in (job, replace(job, gpus=4), replace(job, dtype="float32")):
+        with pytest.raises(AttributeError, match="submit"):
+            Planner(changed, no_pool).plan_row(row, 1)
+    assert Planner(job, InlineExecutor()).plan_row(row, 1) == first
 
 
 @pytest.mark.heavy
