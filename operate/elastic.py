@@ -47,6 +47,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from measure.memory_limits import check_memory
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.command import command_line, report_errors
+from nanoGPT.job.log import append_to_log
 from nanoGPT.job.parse import parse
 from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.train_config import TrainConfig
@@ -202,11 +203,28 @@ def wait_for_rank(pid: int) -> int:
     return 0
 
 
-def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -> None:
+def report_killed_rank(monitor: NodeMonitor, out_dir: str) -> None:
+    """Wait until the first rank of this round has ended. If a signal has killed it, print and log this.
+
+    The agent starts the ranks again without a word. A rank that exits by itself has printed its reason.
+    """
+    while True:
+        try:
+            result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            break
+        except ChildProcessError:  # the agent has not started the ranks yet
+            time.sleep(0.1)
+    if result and result.si_code != os.CLD_EXITED and monitor.nodes:
+        text = f"a rank of this node was killed by {signal.Signals(result.si_status).name}: the ranks start again"
+        print(text, flush=True)
+        append_to_log(out_dir, socket.gethostname(), text)
+
+
+def register_rendezvous(monitor: NodeMonitor, out_dir: str, is_finished: Callable[[], bool]) -> None:
     """Register RENDEZVOUS, the rendezvous c10d of torch with two changes.
 
-    It reports every round to the monitor. A node closes the rendezvous only if the run has completed its steps, not if
-    the node fails, so the job continues on the other nodes.
+    It reports every round to the monitor, and watches the ranks of the round. A node closes the rendezvous only if the
+    run has completed its steps, not if the node fails, so the job continues on the other nodes.
     """
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -218,6 +236,7 @@ def register_rendezvous(monitor: NodeMonitor, is_finished: Callable[[], bool]) -
             monitor.enter_round(0)
             info = join()
             monitor.enter_round(info.world_size)
+            threading.Thread(target=report_killed_rank, args=(monitor, out_dir), daemon=True).start()
             return info
 
         handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
@@ -272,7 +291,7 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     def clean_up() -> None:
         shutil.rmtree(logs, ignore_errors=True)
 
-    register_rendezvous(NodeMonitor(host, port, job, clean_up), lambda: has_finished(config))
+    register_rendezvous(NodeMonitor(host, port, job, clean_up), config.out_dir, lambda: has_finished(config))
     leave_after_signal(clean_up)
     try:
         train_in_rounds(build_launch_config(elastic, job, logs), command, config)

@@ -69,8 +69,8 @@ def await_start(out: Path, earlier: int, ranks: int, nodes: list[Program]) -> in
 
 @pytest.mark.long
 def test_nodes_join_die_and_leave(tmp_path):
-    """A node joins, dies with all its ranks, joins again, and leaves after SIGTERM; then the store dies, and a new
-    store and a new node resume.
+    """A node joins, dies with all its ranks, joins again, and leaves after SIGTERM; a rank is killed; then the store
+    dies, and a new store and a new node resume.
 
     The job continues each time on the available ranks. A node with another flag is refused, and the others do not
     notice it. With three ranks per node, some ranks are spare, because 3 and 6 do not divide 8 micro-batches. The
@@ -94,6 +94,9 @@ def test_nodes_join_die_and_leave(tmp_path):
     first.send_signal(signal.SIGTERM)
     assert first.wait() == 0, first.output()
     starts = await_start(out, starts, 2, [second])
+    kill_processes(list_children(second.pid)[:1], signal.SIGKILL)
+    starts = await_start(out, starts, 2, [second])
+    assert "a rank of this node was killed by SIGKILL: the ranks start again" in second.output()
     store.kill()
     output, _ = second.communicate()
     assert second.returncode == 1 and "the store at 127.0.0.1" in output and "--init_from=resume" in output, output
