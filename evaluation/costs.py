@@ -20,7 +20,7 @@ from typing import Literal
 
 from evaluation.tensor_parallel import MODELS, take_part
 from evaluation.units import find_units
-from nanoGPT.checkpoint.sources import tied_names
+from nanoGPT.checkpoint.sources import find_tied_names
 from nanoGPT.costs import ring_bytes
 from nanoGPT.model import ModelConfig
 
@@ -79,7 +79,7 @@ def measure_gpt(shape: ModelConfig) -> ModelSize:
         kv_heads if shape.model in MODELS else 0,
         shape.vocab_size,
         tuple(tuple(find_units(block).values()) for block in model.blocks),
-        vocabularies=len({*shape.VOCABULARY} - {*tied_names(shape)}),
+        vocabularies=len({*shape.VOCABULARY} - {*find_tied_names(shape)}),
     )
 
 

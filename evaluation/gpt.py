@@ -17,7 +17,7 @@ from evaluation import tensor_parallel
 from evaluation.costs import Spread
 from evaluation.generation import SlotCache
 from evaluation.units import shard_for_generation
-from nanoGPT.checkpoint.sources import tied_names
+from nanoGPT.checkpoint.sources import find_tied_names
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, ModelConfig
 from phase3_fsdp import fsdp
@@ -70,7 +70,7 @@ def spread_gpt(shape: ModelConfig, weights: Mapping[str, Tensor], spread: Spread
     if run.world_size > 1:
         tensor_parallel.parallelize(model, run.rank, run.world_size)
     fsdp.allocate_shards(model, run.device)
-    for name, source in tied_names(shape).items():  # one parameter again
+    for name, source in find_tied_names(shape).items():  # one parameter again
         path, _, kind = name.rpartition(".")
         setattr(model.get_submodule(path), kind, model.get_parameter(source))
     for name, param in model.named_parameters():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoGPT.checkpoint.sources import tied_names
+from nanoGPT.checkpoint.sources import find_tied_names
 from nanoGPT.errors import ConfigError
 from nanoGPT.model import GPT
 
@@ -87,7 +87,7 @@ def parallelize(model: GPT, rank: int, ranks: int) -> None:
         embedding = VocabParallelEmbedding(*model.get_parameter(name).shape)
     embedding.weight = model.get_parameter(name)
     model.set_submodule(name.removesuffix(".weight"), embedding)
-    for tied, source in tied_names(shape).items():
+    for tied, source in find_tied_names(shape).items():
         model.get_submodule(tied.removesuffix(".weight")).weight = model.get_parameter(source)
     for path, module in model.named_modules():
         if path.endswith(ROW_PARALLEL):

@@ -197,8 +197,8 @@ def find_mixture(dataset: str) -> list[tuple[Path, int]]:
     Raises:
         ConfigError: a dataset does not exist or occurs twice, or a weight is not valid.
     """
-    is_mixture = ":" in dataset or "," in dataset
-    if not is_mixture or is_present(DATA / dataset[:200] / "meta.json") or is_present(Path(dataset) / "meta.json"):
+    may_be_mixture = ":" in dataset or "," in dataset
+    if not may_be_mixture or is_present(DATA / dataset[:200] / "meta.json") or is_present(Path(dataset) / "meta.json"):
         return [(find_dataset(dataset), 1)]
     parts = import_optional(SAMPLING, f"--dataset={dataset}").parse_mixture(dataset)
     mixture = sorted([(find_dataset(name), weight) for name, weight in parts], key=lambda part: part[0].resolve().name)

@@ -26,7 +26,7 @@ from nanoGPT.checkpoint.ckpt import remove_defaults
 from nanoGPT.checkpoint.hugging_face import CONV1D, find_format
 from nanoGPT.checkpoint.manifest import find_checkpoint
 from nanoGPT.checkpoint.shards import read_shards
-from nanoGPT.checkpoint.sources import FullState, order_for_optimizer, read_full_state, tied_names
+from nanoGPT.checkpoint.sources import FullState, find_tied_names, order_for_optimizer, read_full_state
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
@@ -161,7 +161,7 @@ def save_ckpt(folder: Path, state: FullState, shape: ModelConfig, step: int, man
     adamw = torch.optim.AdamW(groups, config["learning_rate"], (config["beta1"], config["beta2"]))
     states = {i: dict(state.optimizer[name]) for i, name in enumerate(order) if name in state.optimizer}
     content = {
-        "model": {name: state.model[source] for name, source in tied_names(shape).items()} | dict(state.model),
+        "model": {name: state.model[source] for name, source in find_tied_names(shape).items()} | dict(state.model),
         "optimizer": {**adamw.state_dict(), "state": states},
         "model_args": remove_defaults(manifest["model_args"]),
         "iter_num": step,

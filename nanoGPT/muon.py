@@ -1,6 +1,6 @@
 """Muon for the matrices of the blocks, and AdamW for all other parameters: `--optimizer=muon` loads this module.
 
-The phases assign each matrix to one rank, because the update of a matrix needs all of it.
+Phases 1 and 3 assign each matrix to one rank, because Muon's update needs the full matrix.
 """
 
 from collections.abc import Callable, Sequence

@@ -102,7 +102,10 @@ class Observer:
         """
 
     def end(self, error: BaseException | None) -> None:
-        """Handle the end of the run, and the error that ended it. `run` is None if it has not started."""
+        """Handle the end of the run, and the error that ended it, or that an observer has raised at the end.
+
+        `run` is None if it has not started.
+        """
 
 
 class Observers(Observer):
@@ -176,10 +179,10 @@ class Observers(Observer):
         for each in reversed(self.members):
             try:
                 each.end(error or failure)
-            except BaseException as another:
+            except BaseException as raised:
                 if error or failure:
-                    print_failure(another)
-                failure = failure or another
+                    print_failure(raised)
+                failure = failure or raised
         if failure and error is None:
             raise failure
 

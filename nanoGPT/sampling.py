@@ -1,7 +1,7 @@
-"""Mixtures of datasets, and epochs, which use each sequence once: `--dataset=a:3,b:1` and `--sampling=epoch` load this.
+"""Mixtures of datasets (`--dataset=a:3,b:1`) and epochs (`--sampling=epoch`). Only these flags load this module.
 
-A choice is a pure function of the seed and of the position in the run. Nothing is stored between two calls, so a
-resumed run makes the same choices, and the choices do not depend on the number of ranks.
+In an epoch, each sequence is used once. Which sequences a batch contains depends only on the seed and on the position
+in the run. Nothing is stored between two calls, so a resumed run reads the same sequences, on any number of ranks.
 """
 
 import math
@@ -53,8 +53,10 @@ def draw_in_epochs(
 
     Each dataset has its own epochs: an epoch visits each of its windows once, in a random order.
 
-    Args, Returns:
-        As for `nanoGPT.dataset.draw_random`.
+    Args:
+        seed: of the run.
+        first: number of the first sequence, counted from the start of the run.
+        batch_size, window_counts, weights: as for `nanoGPT.dataset.draw_random`; so is the result.
     """
     choices = []
     for sequence in range(first, first + batch_size):

@@ -1,4 +1,4 @@
-"""Optimizers whose parameter groups and state belong to other objects too: sharded ones, and pairs of two."""
+"""Optimizers that share their groups and state with other optimizers: sharded optimizers, and Muon with AdamW."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """Return the loss that the argument of an optimizer's `step` computes, or None without this argument."""
+    """Call `closure`, the argument of an optimizer's `step`, with gradients enabled. Return its loss, or None."""
     with torch.enable_grad():
         return closure() if closure else None
 

@@ -514,8 +514,9 @@ checkpoint_pictures.draw_timelines(timelines)
 #
 # All saves use the same buffer for the copy, because allocating a new one each time is slow, especially pinned memory
 # for a GPU. If a rank copied too early, it would overwrite numbers that the background thread is still writing to the
-# disk. `AsyncSaver.begin_save` waits first. `AsyncSaver.copy` alone does not wait. To show the damage, we pause
-# while the files of step 1 are partly written, set all numbers to 2, and call `copy`.
+# disk. `AsyncSaver.begin_save` first waits until the previous save is written. `AsyncSaver.copy_to_cpu` does not wait.
+# To show the damage, we pause while the files of step 1 are partly written, set all numbers to 2, and call
+# `copy_to_cpu`.
 #
 # **Predict first:** which numbers does `step-00000001` then contain? Does it pass the check against its manifest?
 
@@ -540,7 +541,7 @@ def pause_write(partly_written: threading.Event, may_continue: threading.Event) 
 
 # %%
 def copy_during_save(out_dir: str, waits: bool) -> None:
-    """Save step 1 in the background; during its writes set all numbers to 2 and copy them, with or without waiting."""
+    """Save step 1 asynchronously; during its writes set all numbers to 2 and copy them, with or without waiting."""
     saver, partly_written, may_continue = Saver(out_dir, is_async=True), threading.Event(), threading.Event()
     pause_write(partly_written, may_continue)
     saver.save(1)  # returns when the copy is taken
@@ -551,9 +552,9 @@ def copy_during_save(out_dir: str, waits: bool) -> None:
     else:
         for tensor in training_state(saver.model, saver.optimizer).values():
             tensor.detach().fill_(2)
-        saver.in_background.copy()  # the bug: step 1 is still being written
+        saver.async_saver.copy_to_cpu()  # the bug: step 1 is still being written
         may_continue.set()
-    saver.drain()
+    saver.wait_for_save()
 
 
 # %%

@@ -204,9 +204,10 @@ def wait_for_rank(pid: int) -> int:
 
 
 def report_killed_rank(monitor: NodeMonitor, out_dir: str) -> None:
-    """Wait until the first rank of this round has ended. If a signal has killed it, print and log this.
+    """Wait until the first rank of this round ends. If a signal killed it, print and log the signal.
 
-    The agent starts the ranks again without a word. A rank that exits by itself has printed its reason.
+    torch's agent restarts the ranks without printing the reason. A rank that exits by itself prints its own reason.
+    The monitor has no nodes if it killed the ranks itself, which it has printed.
     """
     while True:
         try:
@@ -215,16 +216,16 @@ def report_killed_rank(monitor: NodeMonitor, out_dir: str) -> None:
         except ChildProcessError:  # the agent has not started the ranks yet
             time.sleep(0.1)
     if result and result.si_code != os.CLD_EXITED and monitor.nodes:
-        text = f"a rank of this node was killed by {signal.Signals(result.si_status).name}: the ranks start again"
+        text = f"a rank of this node was killed by {signal.Signals(result.si_status).name}: the ranks restart"
         print(text, flush=True)
         append_to_log(out_dir, socket.gethostname(), text)
 
 
 def register_rendezvous(monitor: NodeMonitor, out_dir: str, is_finished: Callable[[], bool]) -> None:
-    """Register RENDEZVOUS, the rendezvous c10d of torch with two changes.
+    """Register RENDEZVOUS: torch's c10d rendezvous with three changes.
 
-    It reports every round to the monitor, and watches the ranks of the round. A node closes the rendezvous only if the
-    run has completed its steps, not if the node fails, so the job continues on the other nodes.
+    It reports every round to the monitor. It starts a thread that reports a killed rank. A node closes the rendezvous
+    only if the run has completed its steps, not if the node fails, so the job continues on the other nodes.
     """
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 
 class ProgressBar:
-    """The steps of a run. The bar is hidden while lines are printed.
+    """A progress bar of the steps of a run. `hide` removes it before a line is printed; `show` draws it again.
 
     Args:
         first_step: the step at which this start of the run begins.
@@ -35,5 +35,5 @@ class ProgressBar:
         self.is_hidden = False
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar. Its last state stays on the terminal."""
         self.bar.close()

@@ -1,6 +1,6 @@
 """Other implementations of ZeRO-1, to compare with `zero1.py`: `--zero1_backend=naive` or `torch` loads this module.
 
-Both train with the same losses as `zero1.py`. They send 1.5 times as much.
+Both train with the same losses as `zero1.py`. Their communication volume per rank is 1.5 times as large.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from phase1_zero1.protocol import DataParallelOptimizer
 
 
 class DdpOptimizer(DataParallelOptimizer):
-    """An optimizer for a model in DDP, which averages the gradients.
+    """A wrapper of a torch optimizer. DDP averages the gradients of its model.
 
     Args:
         inner: a torch optimizer over all parameters, or a ZeroRedundancyOptimizer. The latter steps an inner optimizer
@@ -48,7 +48,7 @@ def create_optimizer(groups: list[dict[str, Any]], config: Zero1Config, **option
 
 
 def parallelize(model: nn.Module, config: Zero1Config, run: Runtime) -> nn.Module:
-    """Return the module to call: the model, which is compiled if the configuration says so, and in DDP for torch."""
+    """Return the module to call: for torch the model in DDP, else the model; compiled if `config.compile` is set."""
     if config.zero1_backend == "torch":
         return data_parallel(model, config, run)
     return torch.compile(model) if config.compile else model  # type: ignore[return-value]

@@ -25,10 +25,10 @@ from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.protocol import DataParallelOptimizer
 from phase1_zero1.zero1 import Zero1Optimizer
 
-AnyBackend = Zero1Optimizer | DataParallelOptimizer
+AnyZero1Optimizer = Zero1Optimizer | DataParallelOptimizer
 
 
-def step_costs(model: nn.Module, optimizer: AnyBackend, config: Zero1Config, run: Runtime) -> Costs:
+def step_costs(model: nn.Module, optimizer: AnyZero1Optimizer, config: Zero1Config, run: Runtime) -> Costs:
     """Return the costs that the ledger should measure on this rank, for any backend."""
     params, N = sum(p.numel() for p in model.parameters()), run.world_size
     if isinstance(optimizer, Zero1Optimizer):
@@ -60,7 +60,7 @@ def flat_costs(optimizer: Zero1Optimizer, params: int, micro_batches: int, N: in
     return Costs(state, traffic if N > 1 else Counter(), length - params)
 
 
-def inner_state_bytes(optimizer: AnyBackend) -> int:
+def inner_state_bytes(optimizer: AnyZero1Optimizer) -> int:
     """Return the bytes of optimizer state on this rank after the first step."""
     return sum(map(optimizer_bytes, optimizer.inner_optimizers))
 
@@ -71,18 +71,18 @@ def min_gpu_state(config: Zero1Config, world_size: int, local_world_size: int) -
     return 8 - sharded_gradients + (sharded_gradients + moment_bytes(config)) / world_size
 
 
-def local_gradients(optimizer: AnyBackend) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def local_gradients(optimizer: AnyZero1Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter with this rank's part of its averaged gradient: its shard with the flat backend."""
     if isinstance(optimizer, Zero1Optimizer):
         return ((shard.param, shard.grad) for shard in optimizer.shards)
     return nanoGPT.costs.local_gradients(optimizer)
 
 
-def gradient_buffers(optimizer: AnyBackend) -> list[Tensor]:
+def gradient_buffers(optimizer: AnyZero1Optimizer) -> list[Tensor]:
     """Return the buffers of all buckets that hold this rank's averaged gradients, and with ZeRO-1 all gradients."""
     return [bucket.local_grads for bucket in optimizer.buckets] if isinstance(optimizer, Zero1Optimizer) else []
 
 
-def wait_for_params(optimizer: AnyBackend) -> None:
+def wait_for_params(optimizer: AnyZero1Optimizer) -> None:
     """Wait until every parameter is complete on this rank; return at once if `step` already waited."""
     optimizer.wait_for_params()

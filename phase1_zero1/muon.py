@@ -59,6 +59,6 @@ class Zero1Muon(Zero1Optimizer):
 
 
 def sharded_muon_groups(model: nn.Module, config: TrainConfig) -> list[Options]:
-    """Return the groups of `nanoGPT.muon.configure_muon` for `Zero1Muon`, which shards the others with AdamW."""
+    """Return the groups of `nanoGPT.muon.configure_muon` for `Zero1Muon`. It shards all other parameters with AdamW."""
     matrices, others = muon_groups(model, config)
     return [{**optim.Muon([torch.zeros(1, 1)]).defaults, **matrices, "has_owners": True}, *others]

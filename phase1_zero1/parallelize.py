@@ -1,6 +1,8 @@
 """The functions that train.py calls: create the configured optimizer, and make the model data-parallel.
 
-Muon, other implementations of ZeRO-1 and the kernels of phase 2 are modules of their own, which a flag loads by name.
+Muon, the other implementations of ZeRO-1 and the kernels of phase 2 are separate modules, which are imported only if a
+flag needs them. The other implementations extend `DataParallelOptimizer` (`protocol.py`), which has the methods of
+`Zero1Optimizer` that the trainer calls.
 """
 
 from dataclasses import dataclass
@@ -52,19 +54,19 @@ class Zero1Config(TrainConfig):
 
 def shard_optimizer(model: GPT, config: Zero1Config) -> Zero1Optimizer:
     """Return the configured optimizer for a model that is on its device and has its weights. Collective."""
-    groups, create = param_groups(model, config.weight_decay), Zero1Optimizer
+    groups, optimizer_class = param_groups(model, config.weight_decay), Zero1Optimizer
     adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     if config.zero1_backend != "flat":
         backends = import_optional(BACKENDS, f"--zero1_backend={config.zero1_backend}")
         return backends.create_optimizer(groups, config, **adamw)
     if config.optimizer == "muon":
         muon = import_optional(MUON, "--optimizer=muon")
-        groups, create = muon.sharded_muon_groups(model, config), muon.Zero1Muon
-    return create(groups, AdamW, bucket_mb=config.zero1_bucket_mb, stage=config.zero_stage, **adamw)
+        groups, optimizer_class = muon.sharded_muon_groups(model, config), muon.Zero1Muon
+    return optimizer_class(groups, AdamW, bucket_mb=config.zero1_bucket_mb, stage=config.zero_stage, **adamw)
 
 
 def parallelize(model: GPT, optimizer: Zero1Optimizer, config: Zero1Config, run: Runtime) -> nn.Module:
-    """Return the module to call: the model with its kernels, compiled if the configuration says so."""
+    """Return the module to call: the model with its kernels, compiled if `config.compile` is set; in DDP for torch."""
     kernels = "none"
     if config.kernels.lower() != "none":
         kernels = import_optional(KERNELS, f"--kernels={config.kernels}").apply_resolved_kernels(
@@ -83,6 +85,9 @@ def parallelize(model: GPT, optimizer: Zero1Optimizer, config: Zero1Config, run:
 
 
 def set_gradient_sync(parallel_model: Any, optimizer: Zero1Optimizer, last: bool) -> None:
-    """Average gradients only in the last micro-batch of a step; with ZeRO-2 in every one. Else a rank accumulates."""
-    is_synced = last or optimizer.shards_gradients
-    optimizer.require_backward_grad_sync = parallel_model.require_backward_grad_sync = is_synced
+    """Average gradients only in the last micro-batch of a step, or in every one with ZeRO-2. Else only accumulate them.
+
+    DDP reads the attribute of the module; all other implementations read that of the optimizer.
+    """
+    needs_sync = last or optimizer.shards_gradients
+    optimizer.require_backward_grad_sync = parallel_model.require_backward_grad_sync = needs_sync

@@ -14,9 +14,9 @@ class DataParallelOptimizer(SharedOptimizer):
     """An optimizer on every rank of a data-parallel job. By default every rank has all gradients in full.
 
     Attributes:
-        shards_gradients: True if every backward pass averages the gradients, as in ZeRO-2.
-        require_backward_grad_sync: True if the next backward pass is the last one of a step. The passes before it only
-            accumulate gradients.
+        shards_gradients: False: only `Zero1Optimizer` implements ZeRO-2.
+        require_backward_grad_sync: True if the next backward pass averages the gradients; False if it only accumulates
+            them.
         inner_optimizers: the optimizers that store this rank's state.
     """
 

@@ -58,7 +58,10 @@ def save_shards(files: NewFiles, model: nn.Module, optimizer: torch.optim.Optimi
 def make_saver(
     checkpoints: CheckpointDirectory, model: nn.Module, optimizer: torch.optim.Optimizer, run: Runtime, is_async: bool
 ) -> Callable[[int, Manifest], Path]:
-    """Return the function that saves a checkpoint after `step` updates, with these fields of the manifest."""
+    """Return a function of (step, fields) that saves a checkpoint after `step` updates, and returns its path.
+
+    `fields` are those of the manifest.
+    """
     if is_async:
         return AsyncSaver(checkpoints, model, optimizer, run).begin_save
     return lambda step, fields: checkpoints.save(step, lambda files: save_shards(files, model, optimizer), fields)
@@ -80,7 +83,7 @@ class AsyncSaver(Observer):
         self.buffers: dict[str, Tensor] = {}
         self.cpu_state: dict[str, Tensor] = {}
         self.executor = ThreadPoolExecutor(1)
-        self.pending: Future[None] | None = None
+        self.pending_save: Future[None] | None = None
         run.observers.members.append(self)
 
     def begin_save(self, step: int, fields: Manifest) -> Path:
@@ -89,42 +92,47 @@ class AsyncSaver(Observer):
         Raises:
             SaveError: as `CheckpointDirectory.save`, also for the save before this one.
         """
-        self.drain()
+        self.wait_for_save()
         final, is_saved = self.checkpoints.prepare_save(step, fields)
         if not is_saved:
             with self.checkpoints.raise_save_error(final):
-                self.checkpoints.run.call_on_all(self.copy)
-            self.pending = self.executor.submit(self._write, final, step, fields)
+                self.checkpoints.run.call_on_all(self.copy_to_cpu)
+            self.pending_save = self.executor.submit(self._write, final, step, fields)
         return final
 
     def _write(self, final: Path, step: int, fields: Manifest) -> None:
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)  # another thread would use GPU 0, and create a context on it
         try:
-            self.checkpoints.write(final, step, lambda files: shards.write_shards(files, self.cpu_state), fields)
-        except SaveError:
-            self.run.request_save()  # which raises this error on all ranks, before more work is lost
+            self.checkpoints.write_checkpoint(
+                final, step, lambda files: shards.write_shards(files, self.cpu_state), fields
+            )
+        except Exception:
+            self.run.request_save()  # so that `begin_save` raises this error soon, before more work is lost
             raise
 
-    def drain(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait until the save in progress is complete. Collective.
 
         Raises:
             SaveError: the save failed.
         """
-        pending, self.pending = self.pending, None
-        if pending:
-            pending.result()
+        pending_save, self.pending_save = self.pending_save, None
+        if pending_save:
+            pending_save.result()
 
     def end(self, error: BaseException | None) -> None:
-        """Wait for the last save, also after an error that all ranks raise at the same step: the save is older."""
+        """Wait for the last save, also if all ranks have raised the same error at a later step.
+
+        After other errors it does not wait, because another rank may be dead.
+        """
         if error is None:
-            self.drain()
+            self.wait_for_save()
         elif isinstance(error, DivergedRanks | NonFiniteLoss):
             with contextlib.suppress(SaveError):
-                self.drain()
+                self.wait_for_save()
 
-    def copy(self) -> None:
+    def copy_to_cpu(self) -> None:
         """Copy this rank's shards to CPU memory."""
         cpu_state, devices = {}, set()
         for key, value in training_state(self.model, self.optimizer).items():

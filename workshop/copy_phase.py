@@ -30,8 +30,8 @@ IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/d
 IGNORED.append("nanoGPT/data/.downloads/")
 # Modules of a phase: its programs, and those that a flag loads. The modules that they import are copied, too.
 PHASE_MODULES = ("train", "evaluate", "minimal", "naive", "backends", "muon")
-TOOLS = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.muon", "nanoGPT.sampling"]
-TOOLS += ["nanoGPT.checkpoint.verify", "nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
+CORE_MODULES = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.muon", "nanoGPT.sampling"]
+CORE_MODULES += ["nanoGPT.checkpoint.verify", "nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
 LESSONS = {
     "nanoGPT": "`nanoGPT/distributed/ddp.py` averages the gradients with DDP.",
@@ -102,7 +102,7 @@ def list_modules(package: str, datasets: list[str], packages: list[str]) -> dict
     """
     modules = find_modules()
     names = [f"{package}.{name}" for name in PHASE_MODULES]
-    names += [*TOOLS, *(f"nanoGPT.data.{name}.prepare" for name in datasets)]
+    names += [*CORE_MODULES, *(f"nanoGPT.data.{name}.prepare" for name in datasets)]
     if packages:
         names += [name for name in modules if name.split(".")[0] in packages or name == f"{package}.costs"]
     return find_needed_modules(names)

@@ -55,7 +55,7 @@ class Saver:
         self.optimizer = configure_optimizer(self.model, config)
         allocate_state(self.optimizer)
         self.checkpoints = CheckpointDirectory(out_dir, run, keep)
-        self.in_background = AsyncSaver(self.checkpoints, self.model, self.optimizer, run) if is_async else None
+        self.async_saver = AsyncSaver(self.checkpoints, self.model, self.optimizer, run) if is_async else None
 
     @torch.no_grad()
     def save(self, step: int) -> None:
@@ -63,15 +63,15 @@ class Saver:
         for tensor in training_state(self.model, self.optimizer).values():
             tensor.fill_(step)
         fields = {"phase": "torture"}
-        if self.in_background:
-            self.in_background.begin_save(step, fields)
+        if self.async_saver:
+            self.async_saver.begin_save(step, fields)
         else:
             self.checkpoints.save(step, lambda files: save_shards(files, self.model, self.optimizer), fields)
 
-    def drain(self) -> None:
-        """Wait for a save in the background."""
-        if self.in_background:
-            self.in_background.drain()
+    def wait_for_save(self) -> None:
+        """Wait until the asynchronous save is complete."""
+        if self.async_saver:
+            self.async_saver.wait_for_save()
 
     def load_newest(self) -> int:
         """Load the newest complete checkpoint and return its step.
@@ -91,7 +91,7 @@ def load_and_save(out_dir: str) -> int:
     saver = Saver(out_dir, False)
     step = saver.load_newest()
     saver.save(step + 9)
-    saver.drain()
+    saver.wait_for_save()
     return step
 
 
@@ -179,7 +179,7 @@ def save_two_steps(out_dir: str, is_async: bool) -> Saver:
     saver = Saver(out_dir, is_async, keep=2)
     for step in (1, 2):
         saver.save(step)
-    saver.drain()
+    saver.wait_for_save()
     return saver
 
 
@@ -199,7 +199,7 @@ def save_and_die(out_dir: str, point: str, victim: int, is_async: bool) -> None:
     if dist.get_rank() == victim:
         arm_kill(point)
     saver.save(3)
-    saver.drain()
+    saver.wait_for_save()
     time.sleep(60)  # the caller kills this rank after the victim
 
 

@@ -1,4 +1,4 @@
-"""Keep the results of traces in out/traces, so that a plan with another GPU or batch size does not trace again.
+"""Keep the results of traces in out/traces, so that a plan for another type of GPU or batch size need not trace again.
 
 A trace depends on the code, on the versions of Python and torch, and on its arguments. The name of its file is a hash
 of all of these. Results of other code are deleted.
@@ -23,27 +23,27 @@ FOLDER = ROOT / "out" / "traces"
 
 
 @cache
-def describe_code() -> str:
-    """Return a hash of everything but the arguments that a trace depends on."""
+def digest_code_and_versions() -> str:
+    """Return a hash of the code and of the versions of Python and torch. A trace depends on these and its arguments."""
     versions = f"{platform.python_version()} {torch.__version__}"
     return compute_digest(f"{versions} {digest_code(ROOT / 'bench', ROOT / 'measure')}".encode())
 
 
-def find_file(arguments: tuple[Any, ...]) -> Path:
+def trace_path(arguments: tuple[Any, ...]) -> Path:
     """Return the file for the result of a trace with these arguments, which must have a complete `repr`."""
-    return FOLDER / describe_code() / f"{compute_digest(repr(arguments).encode())}.pickle"
+    return FOLDER / digest_code_and_versions() / f"{compute_digest(repr(arguments).encode())}.pickle"
 
 
-def read_result(file: Path) -> Any:
+def read_trace(file: Path) -> Any:
     """Return a result; None if there is none. Only this program writes these files, so unpickling them is safe."""
     with suppress(OSError, EOFError, pickle.UnpicklingError):
         return pickle.loads(file.read_bytes())
     return None
 
 
-def write_result(file: Path, get_result: Callable[[], Any]) -> None:
+def write_trace(file: Path, get_result: Callable[[], Any]) -> None:
     """Write the result of a trace that did not fail, and delete the results of other code."""
-    with suppress(Exception):  # the trace has failed, or the disk is full: the planner reports the first itself
+    with suppress(Exception):  # the planner reports a failed trace; without space, the next plan traces again
         content = pickle.dumps(get_result())
         if not file.parent.is_dir():
             shutil.rmtree(FOLDER, ignore_errors=True)

@@ -7,8 +7,9 @@
 
 Memory comes from a trace, not from a formula. The planner runs a training step of each phase's own code on fake tensors
 (`bench/plan/trace.py`), with 3 and with 4 blocks. Memory is linear in the number of blocks, so the planner extrapolates
-it to the full model. Another plan of the same model uses the same traces (`bench/plan/cache.py`). Time comes from a
-roofline model of the traced operators and of ring collectives (`bench/plan/speed.py`).
+it to the full model. Plans that differ only in the type of GPU, the batch size or `--tokens` use the same traces
+(`bench/plan/cache.py`). Time comes from a roofline model of the traced operators and of ring collectives
+(`bench/plan/speed.py`).
 
 Muon's update is not linear in the number of blocks, because each matrix belongs to one rank, so it is traced in full.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.matrix.cells import make_config
-from bench.plan.cache import find_file, read_result, write_result
+from bench.plan.cache import read_trace, trace_path, write_trace
 from bench.plan.speed import (
     GIB,
     GPUS_PER_NODE,
@@ -176,15 +176,18 @@ def trace_row(row: Row, job: Job, batch_size: int = SEQUENCES, only_update: bool
 def submit_trace(
     pool: Executor, row: Row, job: Job, batch_size: int = SEQUENCES, only_update: bool = False
 ) -> Future[TraceSummary]:
-    """Call `trace_row` in a worker process, unless an earlier plan has. The result does not depend on the GPU."""
+    """Return a future of the result of `trace_row`, which runs in a worker process if no earlier plan has saved it.
+
+    A trace does not depend on the type of GPU.
+    """
     arguments = (row, job.shape, job.gpus, job.micro_batches, job.optimizer, job.dtype, batch_size, only_update)
-    file = find_file(arguments)
+    file = trace_path(arguments)
     future: Future[TraceSummary] = Future()
-    if result := read_result(file):
+    if result := read_trace(file):
         future.set_result(result)
     else:
         future = pool.submit(trace_row, row, job, batch_size, only_update)
-        future.add_done_callback(lambda done: write_result(file, done.result))
+        future.add_done_callback(lambda done: write_trace(file, done.result))
     return future
 
 

@@ -54,7 +54,10 @@ def read_ckpt(path: Path, interpret: Callable[[dict[str, Any]], T]) -> T:
 
     Args:
         path: of the file.
-        interpret: what to return of the entries of the file.
+        interpret: converts the entries of the file to the result.
+
+    Returns:
+        The result of `interpret`.
 
     Raises:
         ConfigError: the file is not a `ckpt.pt`, or contains anything but tensors and plain values.
@@ -72,7 +75,7 @@ def read_ckpt(path: Path, interpret: Callable[[dict[str, Any]], T]) -> T:
         raise unreadable_checkpoint(path, message) from None
 
 
-def name_moments(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_own_entries(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entries of a `ckpt.pt` of this project, and its optimizer state by parameter name."""
     names, states = content["optimizer_params"], content["optimizer"]["state"]
     return content, {names[i]: items for i, items in states.items()}
@@ -85,11 +88,11 @@ def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer
         ConfigError: the checkpoint does not match the model or the optimizer.
     """
     if is_present(path / INDEX):
-        state = load_sources(f"--init_from={path}").read_full_state(path)
+        state = load_sources("--init_from=resume with a checkpoint of another phase").read_full_state(path)
         weights, shapes, moments = state.model, state.shapes, state.optimizer
         expected = dict(model.named_parameters())
     else:
-        content, moments = read_ckpt(path / "ckpt.pt", name_moments)
+        content, moments = read_ckpt(path / "ckpt.pt", split_own_entries)
         weights, expected = content["model"], model.state_dict()  # with all names of tied parameters
         shapes = shapes_of(weights)
     check_shapes(path, shapes, shapes_of(expected))

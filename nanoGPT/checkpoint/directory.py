@@ -130,11 +130,18 @@ class CheckpointDirectory:
         """
         final, is_saved = self.prepare_save(step, fields)
         if not is_saved:
-            self.write(final, step, write, fields)
+            self.write_checkpoint(final, step, write, fields)
         return final
 
     def prepare_save(self, step: int, fields: Manifest) -> tuple[Path, bool]:
-        """Return the path of a new checkpoint, and whether this run has already saved this step; raise as `save`."""
+        """Prepare a save: set aside what is newer than --resume_step, or update the manifest if the step is saved.
+
+        Returns:
+            The path of the checkpoint, and whether this run has already saved this step.
+
+        Raises:
+            SaveError: as `save`.
+        """
         self.last_save = time.monotonic()
         final = self.root / f"step-{step:08d}"
         with self.raise_save_error(final):
@@ -170,8 +177,12 @@ class CheckpointDirectory:
             fsync_path(final)
         return True
 
-    def write(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
-        """Write a new checkpoint after `prepare_save`; raise as `save`. It may run in another thread on all ranks."""
+    def write_checkpoint(self, final: Path, step: int, write: Callable[[NewFiles], None], fields: Manifest) -> None:
+        """Write a new checkpoint at `final`, the path from `prepare_save`. All ranks may call it in another thread.
+
+        Raises:
+            SaveError: as `save`.
+        """
         temporary = self.root / f".tmp-{final.name}"
         new_files = NewFiles(temporary, self.run.group, self.run.report_progress)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from safetensors import safe_open
 from torch import Tensor
 
-from nanoGPT.checkpoint.sources import LazyTensors, are_tied, tied_names
+from nanoGPT.checkpoint.sources import LazyTensors, are_tied, find_tied_names
 from nanoGPT.checkpoint.starting_point import shapes_of
 from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory
 from nanoGPT.files import is_present, list_directory, read_document
@@ -121,7 +121,7 @@ def read_hf(folder: Path) -> tuple[ModelConfig, LazyTensors, TokenizerIdentity |
         shape = read_hf_config(folder / "config.json")
         weights = open_hf_weights(folder, shape.model)
         shapes_of(weights)  # reads the header of every tensor
-        for name, source in tied_names(shape).items():
+        for name, source in find_tied_names(shape).items():
             if name in weights and not are_tied(weights.pop(name), weights[source]):
                 raise ConfigError(
                     f"{folder} has an {name} that differs from {source}, but this model has one tensor for both: "

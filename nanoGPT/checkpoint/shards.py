@@ -44,7 +44,7 @@ ALLOWED = {
 def load_shards(
     path: Path,
     state: Mapping[str, Tensor],
-    is_own: Callable[[Mapping[str, torch.Size]], bool],
+    is_from_this_phase: Callable[[Mapping[str, torch.Size]], bool],
     copy: Callable[[Tensor, Tensor], object],
 ) -> set[str]:
     """Load a checkpoint of any phase, written by any number of ranks, into this rank's tensors and shards. Collective.
@@ -55,8 +55,10 @@ def load_shards(
     Args:
         path: of the checkpoint.
         state: the tensors to fill, as `model.<param>` and `optimizer.<param>.<item>`.
-        is_own: returns from the sizes of the stored tensors whether this phase has written them, the same on all ranks.
-        copy: copies to a tensor of `state` its part of a full tensor in the shape of the parameter.
+        is_from_this_phase: called with the size of every stored tensor; returns whether this phase wrote the
+            checkpoint. The result must be the same on all ranks.
+        copy: called as `copy(target, full)`; copies this rank's part of a full tensor, which has the shape of the
+            parameter, to a tensor of `state`.
 
     Returns:
         The names of the tensors that have been loaded, or that the checkpoint has for other ranks.
@@ -65,14 +67,14 @@ def load_shards(
         ConfigError: the parameters in the checkpoint are not those of the model.
     """
     reader = SafeReader(path)
-    if not is_present(path / INDEX) or not is_own(reader.sizes):
-        return load_sources(f"--init_from={path}").copy_full_state(path, state, copy)
-    check_shapes(path, param_sizes(reader.sizes), param_sizes(shapes_of(state)))
+    if not is_present(path / INDEX) or not is_from_this_phase(reader.sizes):
+        return load_sources("--init_from=resume with a checkpoint of another phase").copy_full_state(path, state, copy)
+    check_shapes(path, select_param_sizes(reader.sizes), select_param_sizes(shapes_of(state)))
     read_shards(reader, {key: value for key, value in state.items() if key in reader.sizes})
     return {*reader.sizes}
 
 
-def param_sizes(sizes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+def select_param_sizes(sizes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
     """Return the sizes of the parameters by their names in the model."""
     return {key.removeprefix("model."): size for key, size in sizes.items() if key.startswith("model.")}
 

@@ -1,9 +1,8 @@
-"""What a run brings from elsewhere: weights, training states of another phase, and models of one's own.
+"""Read initial weights and checkpoints of other phases, and check custom models.
 
-A trainer that trains our models, and resumes the checkpoints of its own phase, does not load this module. It does so
-for a checkpoint of another phase, nanoGPT's ckpt.pt, a Hugging Face directory, the name of one of OpenAI's GPT-2
-models, and a module of the user (`load_sources`). Weights are read as full tensors by parameter name. Only tensors and
-plain values are read: a file that could run code is refused.
+A trainer loads this module (`load_sources`) only if it needs one of these: a checkpoint of another phase, nanoGPT's
+ckpt.pt, a Hugging Face directory, a GPT-2 of OpenAI by name, or a custom model. Weights are read as full tensors by
+parameter name. Only tensors and plain values are read: a file that could run code is refused.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from nanoGPT.checkpoint.ckpt import check_moments, read_ckpt
 from nanoGPT.checkpoint.manifest import INDEX, find_checkpoint, read_manifests
-from nanoGPT.checkpoint.shards import SafeReader, param_sizes, read_shards
+from nanoGPT.checkpoint.shards import SafeReader, read_shards, select_param_sizes
 from nanoGPT.checkpoint.starting_point import (
     check_same_tokenizer,
     check_shapes,
@@ -91,7 +90,7 @@ def read_full_state(path: Path) -> FullState:
     if not is_present(path / INDEX):
         return read_ckpt(path / "ckpt.pt", interpret_ckpt)[0]
     reader = SafeReader(path)
-    shapes = param_sizes(reader.sizes)
+    shapes = select_param_sizes(reader.sizes)
     model, optimizer = LazyTensors(), defaultdict[str, LazyTensors](LazyTensors)
     for key in reader.sizes:
         kind, name = key.split(".", 1)
@@ -123,12 +122,12 @@ def remove_tied(weights: dict[str, Tensor], model_args: Mapping[str, Any]) -> No
         weights: by name; it is changed.
         model_args: of the model.
     """
-    for name, source in tied_names(make_shape(model_args)).items():
+    for name, source in find_tied_names(make_shape(model_args)).items():
         if name in weights and are_tied(weights[name], weights[source]):
             del weights[name]
 
 
-def tied_names(shape: ModelConfig) -> dict[str, str]:
+def find_tied_names(shape: ModelConfig) -> dict[str, str]:
     """Return the other name of each tied parameter outside the blocks, with the name under which it is saved."""
     model = dataclasses.replace(shape, n_layer=1).create_on_meta()  # a damaged file may describe millions of blocks
     saved_names = {param: name for name, param in model.named_parameters()}
@@ -154,7 +153,7 @@ def interpret_ckpt(content: dict[str, Any]) -> tuple[FullState, dict[str, Any]]:
 def copy_full_state(path: Path, state: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]) -> set[str]:
     """Copy the full tensors of a checkpoint to this rank's tensors and shards, as `shards.load_shards` describes."""
     full, found = read_full_state(path), set()
-    check_shapes(path, full.shapes, param_sizes(shapes_of(state)))
+    check_shapes(path, full.shapes, select_param_sizes(shapes_of(state)))
     for key, target in state.items():
         kind, name = key.split(".", 1)
         if kind == "model":
@@ -257,7 +256,8 @@ def check_source(config: TrainConfig) -> None:
     if not source or not Path(source).is_dir():
         known = ["scratch", "resume", *PRETRAINED]
         raise ConfigError(
-            f"--init_from={source} is neither {', '.join(known)} nor a directory{did_you_mean(source, known)}"
+            f"--init_from={source} is neither {', '.join(known)} nor a directory{did_you_mean(source, known)}: use one "
+            "of these names, or a directory with weights"
         )
     if not config.eval_only and Path(source).resolve() == Path(config.out_dir).resolve():
         raise ConfigError(
@@ -348,7 +348,7 @@ def read_finite_tensor(source: str, tensors: Mapping[str, Tensor], name: str) ->
     return tensor
 
 
-# ---- models of one's own
+# ---- custom models
 
 
 def check_model(shape: ModelConfig) -> None:
@@ -386,7 +386,7 @@ def find_problem_of_model(shape: ModelConfig) -> str:
         return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT: correct it"
     if extra := sorted(model.state_dict().keys() - names):
         return f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
-    if shared := sorted(names - saved_names - tied_names(shape).keys()):
+    if shared := sorted(names - saved_names - find_tied_names(shape).keys()):
         return f"{shared[0]} is another name of a parameter of a block: tie only parameters outside the blocks"
     if scalars := [name for name, param in model.named_parameters() if not param.dim()]:
         return f"{scalars[0]} has no dimension, and cannot be sharded: give it the shape (1,)"

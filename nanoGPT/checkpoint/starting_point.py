@@ -1,7 +1,8 @@
 """Decide where a run starts: with random weights, with given weights, or by resuming a checkpoint.
 
 A run that resumes a checkpoint needs the same model, optimizer, tokenizer, data and position; an evaluation needs only
-the model and the tokenizer. Given weights are read by `nanoGPT.checkpoint.sources`.
+the model and the tokenizer. `nanoGPT.checkpoint.sources` reads given weights. This file also has what every payload
+needs: the fields of the manifest, and the comparison of shapes.
 """
 
 import dataclasses
@@ -69,7 +70,11 @@ def read_starting_point(
 
 
 def load_sources(flag: str) -> Any:
-    """Return the module for what a run brings from elsewhere: weights, checkpoints of another phase, and models."""
+    """Return the module that reads given weights and checkpoints of other phases, and checks custom models.
+
+    Args:
+        flag: the flag that needs it, for the error message.
+    """
     return import_optional("nanoGPT.checkpoint.sources", flag)
 
 
@@ -192,7 +197,7 @@ def read_shape(source: object, model_args: Any) -> ModelConfig:
         raise ConfigError(f"{source} describes no model ({quote_cause(error)}): use another directory") from None
 
 
-# ---- the training state
+# ---- manifests and weights
 
 
 def manifest_fields(

@@ -12,7 +12,7 @@ import torch
 
 from nanoGPT import export, sample
 from nanoGPT.checkpoint import manifest as manifest_module
-from nanoGPT.checkpoint import sources as weights_module
+from nanoGPT.checkpoint import sources as sources_module
 from nanoGPT.checkpoint.ckpt import read_ckpt
 from nanoGPT.checkpoint.manifest import find_checkpoint, step_directories
 from nanoGPT.checkpoint.sources import interpret_ckpt, read_full_state, read_weights
@@ -273,7 +273,7 @@ def read_weights_on_two_ranks(out_dir: str) -> tuple[list[float], list[str]]:
     """
     run, hashed, sha256_of = create_runtime("cpu", "auto"), [], manifest_module.sha256_of
     if run.rank == 1:
-        weights_module.read_manifests = lambda folder: sys.exit(f"rank 1 lists {folder}")
+        sources_module.read_manifests = lambda folder: sys.exit(f"rank 1 lists {folder}")
     manifest_module.sha256_of = lambda path: hashed.append(f"{path.parent.name}/{path.name}") or sha256_of(path)
     _, weights, _ = read_weights(out_dir, run)
     return weights["transformer.ln_f.weight"].tolist(), hashed

@@ -46,7 +46,7 @@ def fail_in_the_background(out_dir: str) -> tuple[str, int]:
     """Fill the disk of rank 1 during an asynchronous save. Return the error of the next save and the newest step."""
     saver = Saver(out_dir, is_async=True)
     saver.save(1)
-    saver.drain()
+    saver.wait_for_save()
     write = HashedFile.write
 
     def write_to_full_disk(file: HashedFile, data: object) -> int:
@@ -56,8 +56,8 @@ def fail_in_the_background(out_dir: str) -> tuple[str, int]:
 
     HashedFile.write = write_to_full_disk  # type: ignore[method-assign]
     saver.save(2)  # returns, because the error happens later, in the background
-    assert saver.in_background and saver.in_background.pending and saver.in_background.pending.exception()
-    assert saver.in_background.run.wants_save
+    assert saver.async_saver and saver.async_saver.pending_save and saver.async_saver.pending_save.exception()
+    assert saver.async_saver.run.wants_save
     try:
         saver.save(3)
     except SaveError as error:

@@ -96,7 +96,7 @@ def test_nodes_join_die_and_leave(tmp_path):
     starts = await_start(out, starts, 2, [second])
     kill_processes(list_children(second.pid)[:1], signal.SIGKILL)
     starts = await_start(out, starts, 2, [second])
-    assert "a rank of this node was killed by SIGKILL: the ranks start again" in second.output()
+    assert "a rank of this node was killed by SIGKILL: the ranks restart" in second.output()
     store.kill()
     output, _ = second.communicate()
     assert second.returncode == 1 and "the store at 127.0.0.1" in output and "--init_from=resume" in output, output

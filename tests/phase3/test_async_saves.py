@@ -19,7 +19,7 @@ from tests.helpers.training import tiny
 from workshop.ranks import run_on_ranks
 
 
-def make_saver(directory: CheckpointDirectory, weight: float = 0.0) -> AsyncSaver:
+def make_async_saver(directory: CheckpointDirectory, weight: float = 0.0) -> AsyncSaver:
     """Return a saver of a model with one weight."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, weight)
@@ -36,9 +36,9 @@ def test_the_saving_thread_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "write_shards", lambda files, tensors: calls.append("write"))
     directory = make_directory(tmp_path)
     directory.run.device = torch.device("cuda", 3)
-    saver = make_saver(directory)
+    saver = make_async_saver(directory)
     saver.begin_save(5, {})
-    saver.drain()
+    saver.wait_for_save()
     (thread, device), written = calls
     assert device == torch.device("cuda", 3) and thread != threading.get_ident() and written == "write"
 
@@ -52,12 +52,12 @@ def test_a_save_writes_the_weights_of_its_beginning(tmp_path, monkeypatch):
         written.append(tensors["model.weight"].item())
 
     monkeypatch.setattr(shards, "write_shards", record)
-    saver = make_saver(make_directory(tmp_path), weight=1.0)
+    saver = make_async_saver(make_directory(tmp_path), weight=1.0)
     for step in (1, 2):
         saver.begin_save(step, {})
         torch.nn.init.constant_(saver.model.weight, step + 1.0)
         threading.Timer(0.05, may_write.set).start()
-    saver.drain()
+    saver.wait_for_save()
     assert written == [1.0, 2.0]
 
 
@@ -72,7 +72,7 @@ def fail_during_save(out: str, error: type[Exception]) -> list[str]:
     HashedFile.close = close_slowly  # type: ignore[method-assign]
     try:
         with start(tiny("phase3_fsdp", Path(out))) as run:
-            saver = make_saver(CheckpointDirectory(out, run, 3))
+            saver = make_async_saver(CheckpointDirectory(out, run, 3))
             saver.run = run
             saver.begin_save(2, {})
             raise error("step 3")

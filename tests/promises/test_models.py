@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanoGPT import export, sample
-from nanoGPT.checkpoint.sources import check_model, read_weights, tied_names
+from nanoGPT.checkpoint.sources import check_model, find_tied_names, read_weights
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.llama import LlamaConfig
@@ -274,13 +274,13 @@ def test_a_mistake_in_a_model_is_refused(name, tmp_path, monkeypatch):
 
 
 def test_tied_parameters_are_found_and_counted_once(tmp_path, monkeypatch):
-    """A model ties parameters and names none of them."""
+    """A custom model ties parameters and does not list them."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
     code = code.replace(INIT, f"{INIT}        self.lm_head.weight = self.model['embed_tokens'].weight\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_tied.py").write_text(code.replace("my_llama", "my_tied"))
     check_model(shape := make_shape({**SHAPE, "model": "my_tied"}))
-    assert tied_names(shape) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert find_tied_names(shape) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert shape.count_params() == sum(p.numel() for p in shape.create_model().parameters())
 
 

@@ -178,7 +178,7 @@ def record_saves() -> list[Event]:
 
     wrap_method(CheckpointDirectory, "save", "stop")
     wrap_method(AsyncSaver, "begin_save", "stop")
-    wrap_method(AsyncSaver, "copy", "copy")
+    wrap_method(AsyncSaver, "copy_to_cpu", "copy")
     wrap_method(shards, "write_shards", "write")
     wrap_method(trainer, "train_step", "step")
     return events
