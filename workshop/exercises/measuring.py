@@ -35,8 +35,11 @@ def collect_traffic(rows: dict[tuple[str, int], dict[str, Any]]) -> dict[str, tu
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Create a temporary directory that all ranks use, and delete it when all ranks are done. Collective."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Create a temporary directory that all ranks use, and delete it when all ranks are done. Collective.
+
+    After an error on this rank, other ranks may still write there, which must not replace the error.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         folders: list[str] = [folder]
         dist.broadcast_object_list(folders)  # the folder of rank 0
         yield Path(folders[0])
