@@ -7,7 +7,6 @@ The architecture is a Transformer decoder with LayerNorm before each sublayer (R
 import hashlib
 import importlib
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -312,7 +311,7 @@ def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, std: float, see
 
 # ---- the models that `--model` names
 
-MODULES = {"llama": "nanoGPT.llama"}
+MODULES = {"gpt2": "nanoGPT.model", "llama": "nanoGPT.llama"}
 
 
 def find_architecture(name: str) -> ModuleType:
@@ -321,14 +320,12 @@ def find_architecture(name: str) -> ModuleType:
     If it has a dataclass `Flags`, its fields are flags of the trainers. The module is imported only if a run names it.
 
     Args:
-        name: gpt2, a name in MODULES, or that of a module, such as my_company.mamba.
+        name: a name in MODULES, or that of a module, such as my_company.mamba.
 
     Raises:
         ConfigError: there is no such module, or it has no class Shape.
     """
-    if name == "gpt2":
-        return sys.modules[__name__]
-    known = ["gpt2", *MODULES]
+    known = [*MODULES]
     try:
         module = importlib.import_module(MODULES.get(name, name))
     except Exception as error:  # importing a user's module can raise any error

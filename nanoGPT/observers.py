@@ -134,6 +134,14 @@ class Observers(Observer):
             each.start(run)
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
+        """Call `build` on all observers, if checkpoints can store the model.
+
+        Raises:
+            ConfigError: the model has a buffer that they would not have.
+        """
+        params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if buffers := model.state_dict().keys() - params:
+            raise ConfigError(f"a checkpoint would not have {min(buffers)}: register buffers with persistent=False")
         self.model = model
         for each in self.members:
             each.build(model, optimizer, first_step)

@@ -166,7 +166,7 @@ def check_joining_node(store: dist.TCPStore, job: str, inputs: dict[str, Any]) -
         )
 
 
-def leave_after_signal(clean_up: Callable[[], None]) -> None:
+def leave_after_signal(monitor: NodeMonitor, clean_up: Callable[[], None]) -> None:
     """After one of STOP_SIGNALS, let the ranks of this node save, clean up, and exit: with 0 if they have saved.
 
     The agent is not asked to stop, because it would close the rendezvous for all nodes.
@@ -175,6 +175,7 @@ def leave_after_signal(clean_up: Callable[[], None]) -> None:
 
     def forward(number: int, _frame: object) -> None:
         received_signals.append(number)
+        monitor.nodes = 0  # the node ends its ranks itself
         if not (pids := list_rank_processes()):
             clean_up()
             os._exit(128 + number)
@@ -207,7 +208,7 @@ def report_killed_rank(monitor: NodeMonitor, out_dir: str) -> None:
     """Wait until the first rank of this round ends. If a signal killed it, print and log the signal.
 
     torch's agent restarts the ranks without printing the reason. A rank that exits by itself prints its own reason.
-    The monitor has no nodes if it killed the ranks itself, which it has printed.
+    `monitor.nodes` is 0 if this node ends its ranks itself.
     """
     while True:
         try:
@@ -292,8 +293,9 @@ def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, i
     def clean_up() -> None:
         shutil.rmtree(logs, ignore_errors=True)
 
-    register_rendezvous(NodeMonitor(host, port, job, clean_up), config.out_dir, lambda: has_finished(config))
-    leave_after_signal(clean_up)
+    monitor = NodeMonitor(host, port, job, clean_up)
+    register_rendezvous(monitor, config.out_dir, lambda: has_finished(config))
+    leave_after_signal(monitor, clean_up)
     try:
         train_in_rounds(build_launch_config(elastic, job, logs), command, config)
     finally:

@@ -138,6 +138,7 @@ class NodeMonitor:
 
     def _end(self, code: int, message: str) -> None:
         """Kill the ranks of this node, and exit."""
+        self.nodes = 0
         kill_processes(list_rank_processes(), signal.SIGKILL)
         print(f"error: {message}", file=sys.stderr, flush=True)
         kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones

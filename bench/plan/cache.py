@@ -36,7 +36,7 @@ def trace_path(arguments: tuple[Any, ...]) -> Path:
 
 def read_trace(file: Path) -> Any:
     """Return a result; None if there is none. Only this program writes these files, so unpickling them is safe."""
-    with suppress(OSError, EOFError, pickle.UnpicklingError):
+    with suppress(Exception):  # a file that is absent or damaged can raise many kinds
         return pickle.loads(file.read_bytes())
     return None
 

@@ -75,15 +75,15 @@ def read_ckpt(path: Path, interpret: Callable[[dict[str, Any]], T]) -> T:
         raise unreadable_checkpoint(path, message) from None
 
 
-def split_entries(content: dict[str, Any], order: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the weights and the optimizer state in a `ckpt.pt` of this project, by parameter name.
+def split_entries(content: dict[str, Any], order: list[str]) -> tuple[dict[str, Any], ...]:
+    """Return the weights, their shapes and the optimizer state in a `ckpt.pt` of this project, by parameter name.
 
     Args:
         content: the entries of the file.
         order: of the parameters in the optimizer, if the file is from an early version, which did not write it.
     """
     names, states = content.get("optimizer_params", order), content["optimizer"]["state"]
-    return content["model"], {names[i]: items for i, items in states.items()}
+    return content["model"], shapes_of(content["model"]), {names[i]: items for i, items in states.items()}
 
 
 def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -98,8 +98,8 @@ def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer
         weights, shapes, moments = state.model, state.shapes, state.optimizer
         expected = dict(model.named_parameters())
     else:
-        weights, moments = read_ckpt(path / "ckpt.pt", lambda content: split_entries(content, order))
-        shapes, expected = shapes_of(weights), model.state_dict()  # with all names of tied parameters
+        weights, shapes, moments = read_ckpt(path / "ckpt.pt", lambda content: split_entries(content, order))
+        expected = model.state_dict()  # with all names of tied parameters
     check_shapes(path, shapes, shapes_of(expected))
     load_weights(model, weights)
     moments = {name: dict(items) for name, items in moments.items()}

@@ -155,10 +155,8 @@ def read_hf_config(path: Path) -> ModelConfig:
         ValueError, KeyError, TypeError, AttributeError, RecursionError: the file is not a config.json.
     """
     document = json.loads(read_document(path))
-    if (model := document.get("model_type")) not in ("gpt2", *MODULES):
-        raise ConfigError(
-            f"{path.parent} contains a {model} model: use a directory of a {' or '.join(('gpt2', *MODULES))} model"
-        )
+    if (model := document.get("model_type")) not in MODULES:
+        raise ConfigError(f"{path.parent} contains a {model} model: use a directory of a {' or '.join(MODULES)} model")
     hf_format = find_format(model)
     fields, allowed = hf_format.read_fields(document)
     for name, values in allowed.items():

@@ -256,8 +256,8 @@ def check_source(config: TrainConfig) -> None:
     if not source or not Path(source).is_dir():
         known = ["scratch", "resume", *PRETRAINED]
         raise ConfigError(
-            f"--init_from={source} is neither {', '.join(known)} nor a directory{did_you_mean(source, known)}: use one "
-            "of these names, or a directory with weights"
+            f"--init_from={source} is neither {', '.join(known)} nor a directory"
+            f"{did_you_mean(source, known) or ': use one of these names, or a directory with weights'}"
         )
     if not config.eval_only and Path(source).resolve() == Path(config.out_dir).resolve():
         raise ConfigError(

@@ -64,7 +64,7 @@ def read_starting_point(
             f"{data.tokenizer['vocab_size']}: use a larger --vocab_size, or a dataset with the tokenizer of the weights"
         )
     shape.dropout = config.dropout
-    if shape.model not in ("gpt2", *MODULES):
+    if shape.model not in MODULES:
         load_sources(f"--model={shape.model}").check_model(shape)
     return shape, weights
 

@@ -128,7 +128,7 @@ def check_names(config_class: type[TrainConfig], names: Iterable[str], file: str
         if name in known:
             continue
         for model in MODULES:
-            if name in field_names(find_architecture(model).Flags):
+            if name in field_names(getattr(find_architecture(model), "Flags", config_class)):
                 raise ConfigError(f"--{name} is a flag of --model={model}: add --model={model}, or remove this setting")
         advice = config_class.FOREIGN_FLAGS.get(name)
         if file:

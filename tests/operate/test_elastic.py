@@ -93,6 +93,7 @@ def test_nodes_join_die_and_leave(tmp_path):
     starts = await_start(out, starts, 4, [first, second])
     first.send_signal(signal.SIGTERM)
     assert first.wait() == 0, first.output()
+    assert "was killed by" not in first.output()
     starts = await_start(out, starts, 2, [second])
     kill_processes(list_children(second.pid)[:1], signal.SIGKILL)
     starts = await_start(out, starts, 2, [second])

@@ -1,5 +1,6 @@
 """Llama has one loss curve in every phase, its files work with `transformers`, and a custom model is one module."""
 
+import importlib
 import json
 import re
 import shutil
@@ -14,13 +15,13 @@ from nanoGPT.checkpoint.sources import check_model, find_tied_names, read_weight
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
 from nanoGPT.llama import LlamaConfig
-from nanoGPT.model import make_shape
+from nanoGPT.model import GPT, GPTConfig, make_shape
 from nanoGPT.observers import add_flags
 from nanoGPT.train_config import TrainConfig, validate
 from phase2_triton.apply import apply_kernels
 from tests.helpers.programs import assert_refused, make_flags, run_program
 from tests.helpers.training import ROOT, TINY, gap, read_ledger, tiny, train, train_all
-from workshop.ranks import losses
+from workshop.ranks import losses, run_on_ranks
 
 LLAMA: dict[str, Any] = {"model": "llama", "n_head": 4, "n_kv_head": 2, "max_iters": 4, "eval_interval": 2}
 LLAMA |= {"gradient_accumulation_steps": 4}
@@ -271,6 +272,27 @@ def test_a_mistake_in_a_model_is_refused(name, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=words):
         add_flags(TrainConfig, "", module)
         check_model(make_shape({**SHAPE, "model": module}))
+
+
+def train_with_a_buffer(phase: str, out: str) -> str:
+    """Train a GPT whose class has been edited: it counts its calls in a buffer. Return the error."""
+    create = GPT.__init__
+
+    def create_with_a_buffer(self: GPT, shape: GPTConfig) -> None:
+        create(self, shape)
+        self.register_buffer("count", torch.zeros(()))
+
+    GPT.__init__ = create_with_a_buffer  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as failure:
+        importlib.import_module(f"{phase}.train").train(tiny(phase, Path(out)))
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("phase", ["nanoGPT", "phase1_zero1", "phase3_fsdp"])
+def test_a_buffer_that_a_checkpoint_would_lose_is_refused(phase, tmp_path):
+    """Also if our own model has been edited, as in a copy: a resumed run would begin with another buffer."""
+    for error in run_on_ranks(train_with_a_buffer, 2, phase, str(tmp_path), show=False):
+        assert "count" in error and ("persistent=False" in error or "has no values" in error)
 
 
 def test_tied_parameters_are_found_and_counted_once(tmp_path, monkeypatch):
