@@ -24,6 +24,7 @@ from nanoGPT.job.start import handle_stop_signals
 from operate.store import connect, is_served, port_number
 
 ERROR_SECONDS = 20.0  # how long a node that cannot start waits for the other nodes, to share its error
+STARTED = "started"  # a key in the store: all nodes have connected, and the ranks start
 REMINDER_SECONDS = 30.0  # time between two lines that list the missing nodes
 
 
@@ -95,6 +96,7 @@ class Rendezvous:
     def __init__(self, node: NodeConfig) -> None:
         self.node = node
         self.store: dist.Store | None = None
+        self.name = os.urandom(4).hex()  # distinguishes this launcher from another one with the same NODE_RANK
         self.deadline = time.monotonic()
 
     def open(self, timeout: datetime.timedelta) -> None:
@@ -119,6 +121,12 @@ class Rendezvous:
         self._wait_for_nodes(lambda: [] if is_host or is_served(address, port) else [0])
         seconds_left = max(self.deadline - time.monotonic(), 1.0)
         self.store = connect(address, port, is_host, datetime.timedelta(seconds=seconds_left))
+        if self.store.check([STARTED]):
+            raise ConfigError(
+                f"the job at {address}:{port} has started with another node {self.node.node_rank}: give each node its "
+                "own NODE_RANK, or wait until the job has ended"
+            )
+        self.publish("name", self.name)
         self.publish("GPUS", self.node.gpus)
 
     def compare_gpus(self) -> None:
@@ -173,6 +181,8 @@ class Rendezvous:
                 if message:
                     self._acknowledge_error()
                     raise ConfigError(f"node {node} cannot start: {message}")
+            if self.store and self.node.node_rank == 0:
+                self.store.set(STARTED, "")
 
     def _publish_error(self, message: str) -> None:
         """Publish why this node cannot start, to all nodes that connect within ERROR_SECONDS."""
@@ -203,6 +213,8 @@ class Rendezvous:
         with exit_on_signals():
             while nodes := find_missing():
                 now = time.monotonic()
+                if self.store and json.loads(self.store.get(f"name of node {self.node.node_rank}")) != self.name:
+                    raise ConfigError(f"another node has NODE_RANK={self.node.node_rank}: give each node its own")
                 names = f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
                 if now > self.deadline:
                     raise ConfigError(f"{names} did not connect: start the same command there")

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import datetime
 import os
 import shutil
 import signal
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from nanoGPT.errors import ConfigError
 from operate.connection import find_interface, interface_address
+from operate.nodes import NodeConfig, Rendezvous
 from tests.helpers.programs import DEADLINE, Program, await_steps, find_free_port, make_flags
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT, TINY, gap, tiny, train
@@ -91,6 +94,25 @@ def test_two_hosts_form_one_job(one_process, tmp_path, monkeypatch):
         codes = [node.wait() for node in nodes]
     assert codes == [0, 0], [(tmp_path / host).read_text() for host in hosts]
     assert gap(losses(tmp_path / "run"), one_process) < 1e-5
+
+
+def test_two_nodes_with_the_same_number_are_refused(monkeypatch):
+    """If two nodes have the same NODE_RANK, the job does not start. After its start, another node is refused at once.
+
+    A node that is started again before all nodes have connected takes the place of its earlier start.
+    """
+    monkeypatch.setenv("MASTER_PORT", find_free_port())
+    timeout = datetime.timedelta(seconds=60)
+    first, second, again, late = (Rendezvous(NodeConfig(1, 2, rank)) for rank in (0, 1, 1, 1))
+    for meeting in (first, second, again):
+        meeting.open(timeout)
+    with pytest.raises(ConfigError, match="another node has NODE_RANK=1: give each node its own"):
+        second.fetch("config files", [0])
+    again.publish("error", None)  # it can start
+    with first.share_errors():
+        first.compare_gpus()
+    with pytest.raises(ConfigError, match="has started with another node 1: give each node its own NODE_RANK"):
+        late.open(timeout)
 
 
 def test_the_interface_of_the_master_is_found():
