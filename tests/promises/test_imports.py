@@ -1,12 +1,13 @@
 """Imports go only from higher layers to lower layers, and never in a cycle."""
 
 import functools
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from workshop.imports import find_imports, find_modules, module_name
+from workshop.imports import ROOT, find_imports, find_modules, find_needed_modules, module_name
 
 # From the bottom to the top. A module may import from its own layer and from those below it.
 LAYERS = [
@@ -57,6 +58,19 @@ def test_imports_have_no_cycle():
     except CycleError as error:
         cycle = error.args[1]
     assert cycle == [], " -> ".join(cycle)
+
+
+def test_trainers_do_not_import_what_a_flag_loads():
+    """The trainers import none of the modules that docs/layout.md lists as loaded by a flag, not even lazily.
+
+    Phase 2 imports its own kernels.
+    """
+    section = (ROOT / "docs" / "layout.md").read_text().split("## Modules that a flag loads")[1].split("\n## ")[0]
+    paths = [ROOT / path for path in re.findall(r"^\|.*\| `(\S+\.py)`", section, re.MULTILINE)]
+    loaded = {module_name(path) for path in paths}
+    assert loaded <= MODULES.keys() and "nanoGPT.checkpoint.sources" in loaded
+    for phase in ("nanoGPT", "phase1_zero1", "phase3_fsdp"):
+        assert not loaded & find_needed_modules([f"{phase}.train"]).keys(), phase
 
 
 def test_no_module_changes_sys_path():
