@@ -309,6 +309,16 @@ def draw_initial_rows(out: Tensor, name: str, shape: torch.Size, std: float, see
         del rows  # before the next chunk is allocated
 
 
+def check_buffers(model: nn.Module) -> None:
+    """Check that checkpoints, which have only parameters, lose nothing of a model.
+
+    Raises:
+        ConfigError: it has a persistent buffer.
+    """
+    if buffers := model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        raise ConfigError(f"a checkpoint would not have {min(buffers)}: register buffers with persistent=False")
+
+
 # ---- the models that `--model` names
 
 MODULES = {"gpt2": "nanoGPT.model", "llama": "nanoGPT.llama"}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.model import find_architecture
+from nanoGPT.model import check_buffers, find_architecture
 
 DEFAULT_OBSERVERS = ("operate", "measure")
 
@@ -139,9 +139,7 @@ class Observers(Observer):
         Raises:
             ConfigError: the model has a buffer that they would not have.
         """
-        params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if buffers := model.state_dict().keys() - params:
-            raise ConfigError(f"a checkpoint would not have {min(buffers)}: register buffers with persistent=False")
+        check_buffers(model)
         self.model = model
         for each in self.members:
             each.build(model, optimizer, first_step)

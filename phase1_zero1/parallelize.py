@@ -89,5 +89,6 @@ def set_gradient_sync(parallel_model: Any, optimizer: Zero1Optimizer, last: bool
 
     DDP reads the attribute of the module; all other implementations read that of the optimizer.
     """
-    needs_sync = last or optimizer.shards_gradients
-    optimizer.require_backward_grad_sync = parallel_model.require_backward_grad_sync = needs_sync
+    optimizer.require_backward_grad_sync = parallel_model.require_backward_grad_sync = (
+        last or optimizer.shards_gradients
+    )

@@ -1,11 +1,10 @@
 """Keep the results of traces in out/traces, so that a plan for another type of GPU or batch size need not trace again.
 
-A trace depends on the code, on the versions of Python and torch, and on its arguments. The name of its file is a hash
-of all of these. Results of other code are deleted.
+A trace depends on the code, on the versions of Python and of the packages that compute, and on its arguments. The name
+of its file is a hash of all of these. Results of other code are deleted.
 """
 
 import pickle
-import platform
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,9 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.phases import ROOT
+from nanoGPT.distributed.environment import collect_versions
 from nanoGPT.files import write_atomically
 from operate.run_description import compute_digest, digest_code
 
@@ -24,9 +22,8 @@ FOLDER = ROOT / "out" / "traces"
 
 @cache
 def digest_code_and_versions() -> str:
-    """Return a hash of the code and of the versions of Python and torch. A trace depends on these and its arguments."""
-    versions = f"{platform.python_version()} {torch.__version__}"
-    return compute_digest(f"{versions} {digest_code(ROOT / 'bench', ROOT / 'measure')}".encode())
+    """Return a hash of everything that a trace depends on, except its arguments."""
+    return compute_digest(f"{collect_versions()} {digest_code(ROOT / 'bench', ROOT / 'measure')}".encode())
 
 
 def trace_path(arguments: tuple[Any, ...]) -> Path:

@@ -32,7 +32,7 @@ from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, did_you_mean, import_optional, quote_cause
 from nanoGPT.files import is_present
-from nanoGPT.model import GPT, MODULES, ModelConfig, make_shape
+from nanoGPT.model import GPT, MODULES, ModelConfig, check_buffers, make_shape
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity, make_gpt2_identity
 from nanoGPT.train_config import PRETRAINED, StepChoice, TrainConfig
 
@@ -384,8 +384,7 @@ def find_problem_of_model(shape: ModelConfig) -> str:
     saved_names, names = ({name for name, _ in model.named_parameters(remove_duplicate=r)} for r in (True, False))
     if not isinstance(model, GPT) or not isinstance(find_blocks(model), torch.nn.ModuleList):
         return f"{shape.BLOCKS}, its BLOCKS, is no nn.ModuleList of a model that extends GPT: correct it"
-    if extra := sorted(model.state_dict().keys() - names):
-        return f"a checkpoint would not have {extra[0]}: register buffers with persistent=False"
+    check_buffers(model)
     if shared := sorted(names - saved_names - find_tied_names(shape).keys()):
         return f"{shared[0]} is another name of a parameter of a block: tie only parameters outside the blocks"
     if scalars := [name for name, param in model.named_parameters() if not param.dim()]:
