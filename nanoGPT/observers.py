@@ -189,7 +189,7 @@ class Observers(Observer):
                 if error or failure:
                     print_failure(raised)
                 failure = failure or raised
-        if failure and error is None:
+        if failure and not error:
             raise failure
 
 

@@ -87,7 +87,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: Zero1Optimizer) -> None
         master = keys.pop("master", None)
         if master and master not in loaded:
             copy_part(state[master], param.detach())
-        if not loaded & {*keys.values()}:  # a parameter that has never had a gradient has no state
+        if loaded.isdisjoint(keys.values()):  # a parameter that has never had a gradient has no state
             optimizer.state[param].clear()
 
 
