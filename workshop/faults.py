@@ -93,6 +93,8 @@ def call_before_step(trainer: ModuleType, action: Callable[[torch.nn.Module, int
 
 def plant_mismatched_collective(trainer: ModuleType, rank: int) -> None:
     def gather_weights(model: torch.nn.Module, step: int) -> None:
+        if rank == 1 and step == FAULT_STEP:
+            time.sleep(1)  # rank 0 waits when it is aborted: faulthandler may crash on the stack of a thread that runs
         if rank == 0 and step == FAULT_STEP:
             sum(param.full_tensor().sum() for param in model.parameters())  # type: ignore[attr-defined]
 

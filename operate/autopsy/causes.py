@@ -88,7 +88,9 @@ def find_mismatch(evidence: Evidence) -> Cause | None:
     text = " ".join([evidence.exit_line, *evidence.failures.values()])
     has_wrong_size = "collective mismatch" in text or "doesn't match expected size" in text
     on_gpu = any(beat.get("device") == "cuda" for beat in evidence.heartbeats.values())
-    if not has_wrong_size and (on_gpu or not aborted or "SIGABRT" not in text):  # NCCL also aborts after a timeout
+    # The abort is a SIGSEGV if faulthandler crashes on the stack of a thread that runs.
+    was_aborted = bool(aborted) and ("SIGABRT" in text or "SIGSEGV" in text)
+    if not has_wrong_size and (on_gpu or not was_aborted):  # NCCL also aborts after a timeout
         return None
     others = [rank for rank in evidence.stacks if rank not in aborted]
     rank = aborted[0] if aborted else next(iter(evidence.failures))

@@ -67,6 +67,14 @@ def test_a_short_run_has_no_straggler(waiting, beats, kind, tmp_path):
     assert find_cause(Evidence(tmp_path, heartbeats=heartbeats)).kind == kind
 
 
+@pytest.mark.parametrize(("name", "kind"), [("SIGABRT", "mismatch"), ("SIGSEGV", "mismatch"), ("SIGKILL", "killed")])
+def test_an_abort_whose_stack_is_incomplete_is_a_mismatch(name, kind, tmp_path):
+    """Gloo aborts a rank that receives data of another size. faulthandler may crash while it writes the stacks."""
+    stacks = {0: "Fatal Python error: Aborted\n\nThread 0x0 (most recent call first):\n  File Fatal Python error: ", 1: ""}
+    log = [f"2026-01-01 00:00:00 launcher: exit code 1: rank 0: it was killed by {name}"]
+    assert find_cause(Evidence(tmp_path, log=log, stacks=stacks)).kind == kind
+
+
 def test_a_stopped_process_is_not_compared(tmp_path):
     """A process that SIGSTOP has stopped continues to write its stacks, so its collectives prove nothing."""
     verdict = "rank 1 has made no progress for 5 s in step 3, update (according to its last heartbeat; {})"
