@@ -70,7 +70,7 @@ def test_a_short_run_has_no_straggler(waiting, beats, kind, tmp_path):
 @pytest.mark.parametrize(("name", "kind"), [("SIGABRT", "mismatch"), ("SIGSEGV", "mismatch"), ("SIGKILL", "killed")])
 def test_an_abort_whose_stack_is_incomplete_is_a_mismatch(name, kind, tmp_path):
     """Gloo aborts a rank that receives data of another size. faulthandler may crash while it writes the stacks."""
-    stacks = {0: "Fatal Python error: Aborted\n\nThread 0x0 (most recent call first):\n  File Fatal Python error: ", 1: ""}
+    stacks = {0: "Fatal Python error: Aborted\n\nThread 0x0 (most recent call first):\n  File Fatal Python", 1: ""}
     log = [f"2026-01-01 00:00:00 launcher: exit code 1: rank 0: it was killed by {name}"]
     assert find_cause(Evidence(tmp_path, log=log, stacks=stacks)).kind == kind
 
