@@ -213,7 +213,7 @@ class CheckpointDirectory:
             yield
         except RunError as error:
             # torch's writer reports a full disk as a RuntimeError without this reason.
-            is_full = self.root.exists() and shutil.disk_usage(self.root).free < 1 << 20
+            is_full = temporary and temporary.exists() and shutil.disk_usage(self.root).free < 1 << 20
             reason = f"the disk of {self.root} is full: free some space" if is_full else error
             if temporary and self.run.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)

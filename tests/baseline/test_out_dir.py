@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,9 +73,10 @@ def test_a_run_survives_the_deletion_of_its_directory(tmp_path):
     assert list(losses(tmp_path / "out")) == [5, 6, 7]
 
 
-def test_a_save_fails_if_another_run_has_saved_the_same_step(tmp_path):
+def test_a_save_fails_if_another_run_has_saved_the_same_step(tmp_path, monkeypatch):
     """A save fails if the step already has a checkpoint of another run, or a damaged one. A checkpoint of this run, or
     of the run that it resumes, is kept as it is."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))  # a full disk is not the reason
     first = start_run(tmp_path)
     save(first, 1, 2)
     first.run.lock.close()
