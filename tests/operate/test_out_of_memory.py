@@ -205,7 +205,7 @@ def test_out_of_memory_in_training_is_one_error(phase, owner, name, number, phra
 GPU = torch.device("cuda", 0)
 LARGE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 8}
 BATCH, BLOCK, LOSS = "--batch_size=4", "--block_size=512", "--kernels=loss"
-CHECKPOINTING, OFFLOAD = "--fsdp_activation_checkpointing=full", "--fsdp_cpu_offload=True"
+OFFLOAD = "--fsdp_cpu_offload=True"
 SYNC = "--fsdp_sync_every_micro_batch=True"
 
 

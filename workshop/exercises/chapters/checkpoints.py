@@ -63,7 +63,7 @@ EXERCISES = [
         task="""All ranks have written and flushed their files into the directory `temporary`. Write the manifest
         with write_atomically and serialize_manifest, and give the directory its final name, so that a kill at any
         moment leaves either a complete checkpoint or none. fsync_path flushes a directory. At the end, replace the
-        file LATEST, which is optional: a resume does not need it.""",
+        file LATEST, which is optional: a resume does not need it, and a save does not fail without it.""",
         minutes=15,
         difficulty="medium",
         check=check_publication,
@@ -84,6 +84,7 @@ EXERCISES = [
             ),
             plant_mistake("    fsync_path(self.root)\n", "", "The parent directory is not flushed"),
             plant_mistake("    fsync_path(temporary)\n", "", "The temporary directory is not flushed"),
+            plant_mistake("with contextlib.suppress(OSError):", "if True:", "suppress this OSError"),
         ),
     ),
     Exercise(

@@ -41,6 +41,7 @@ EXERCISES = [
             ),
             plant_mistake("        dist.all_reduce(total, group=group)\n", "", "only a partial sum"),
             plant_mistake("total = partial.clone()", "total = partial", "The input has changed"),
+            plant_mistake("dist.all_reduce(dx, group=ctx.group)", "dist.all_reduce(dx)", "the ranks of `group`"),
         ),
     ),
     Exercise(

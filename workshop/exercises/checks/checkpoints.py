@@ -168,6 +168,7 @@ def open_directory() -> Iterator[Any]:
 
 def check_publication(answer: ModuleType, _: Any) -> None:
     events: list[str] = []
+    latest_is_writable = True
     with open_directory() as checkpoints:
         root: Path = checkpoints.root
         temporary, final = root / ".tmp-step-00000007", root / "step-00000007"
@@ -176,6 +177,8 @@ def check_publication(answer: ModuleType, _: Any) -> None:
 
         def write_atomically(path: Path, content: bytes) -> None:
             events.append(f"write {path.name}")
+            if path.name == "LATEST" and not latest_is_writable:
+                raise OSError(errno.ENOSPC, "No space left on device")
             path.write_bytes(content)
 
         def fsync_path(path: Path) -> None:
@@ -200,22 +203,33 @@ def check_publication(answer: ModuleType, _: Any) -> None:
         expect(
             latest.is_file() and latest.read_text().strip() == final.name, "LATEST does not name the new checkpoint."
         )
+        temporary.mkdir()
+        latest_is_writable, has_failed = False, False
+        try:
+            checkpoints._publish(temporary, root / "step-00000008", {"step": 8})
+        except OSError:
+            has_failed = True
+        expect(
+            not has_failed,
+            "The save fails if LATEST cannot be written, although its checkpoint is complete: suppress this OSError.",
+        )
 
 
 def check_events(events: list[str], root: Path) -> None:
     """Check the order of the writes, renames and fsyncs of a publication."""
     order = ", then ".join(events)
     expect("rename .tmp-step-00000007" in events, f"The directory is not renamed. Your code did: {order}.")
-    rename = events.index("rename .tmp-step-00000007")
+    expect("write manifest.json" in events, f"The manifest is not written with write_atomically: {order}.")
+    manifest, rename = (events.index(each) for each in ("write manifest.json", "rename .tmp-step-00000007"))
     expect(
-        "write manifest.json" in events[:rename],
+        manifest < rename,
         f"The directory is renamed before its manifest is written: {order}. A kill between the two leaves a "
         "directory with the name of a complete checkpoint. The rename must be the last step.",
     )
     expect(
-        "fsync .tmp-step-00000007" in events[:rename],
-        f"The temporary directory is not flushed before the rename: {order}. After a power failure its files could "
-        "be missing.",
+        "fsync .tmp-step-00000007" in events[manifest:rename],
+        f"The temporary directory is not flushed between the manifest and the rename: {order}. After a power failure "
+        "its files could be missing.",
     )
     expect(
         f"fsync {root.name}" in events[rename:],

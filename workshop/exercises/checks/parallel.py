@@ -7,20 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from evaluation.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from measure.ledger import CollectiveCounter
-from nanoGPT.model import GPTConfig
 from workshop.exercises.checks.collectives import count_sent_bytes
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import collect_traffic, draw_normal, is_close
 from workshop.lessons.pipeline import count_stored, run_pipeline
-
-SHAPE = GPTConfig(n_layer=1, n_head=4, n_embd=16, block_size=8, bias=True, vocab_size=31)
-
-
-def is_divided(name: str) -> bool:
-    """Return whether the weights of the layer with this parameter are divided among the ranks."""
-    return name.rpartition(".")[0].endswith(COLUMN_PARALLEL + ROW_PARALLEL)
 
 
 def check_tensor_parallel(answer: ModuleType, _: Any) -> None:
@@ -59,6 +50,14 @@ def check_tensor_parallel(answer: ModuleType, _: Any) -> None:
         "leave the one curve: the backward pass of CopyToRanks must add the parts of all ranks.",
     )
     expect(torch.equal(given, dy), "The gradient that the backward pass was given has changed: work on a copy.")
+    own_group = [dist.new_group([each]) for each in range(ranks)][rank]
+    alone = x.clone().requires_grad_()
+    y = answer.SumOverRanks.apply(answer.CopyToRanks.apply(alone, own_group), own_group)
+    y.backward(dy)
+    expect(
+        torch.equal(y, x) and is_close(alone.grad, dy),
+        "In a group of one rank, something is still added: all-reduce over the ranks of `group` in both passes.",
+    )
 
 
 def check_pipeline(answer: ModuleType, _: Any) -> None:
