@@ -75,6 +75,7 @@ EXERCISES = [
             ),
             plant_mistake("tl.exp(scores - tl.max(scores, 1, keep_dims=True))", "tl.exp(scores)", "exp overflows"),
             plant_mistake(" * SCALE,", ",", "not multiplied by SCALE"),
+            plant_mistake("tl.sum(p, 1, keep_dims=True)", "tl.sum(p, 0, keep_dims=True)", "over its keys, axis 1"),
         ),
     ),
     Exercise(
@@ -100,6 +101,9 @@ EXERCISES = [
                 "            pass",
                 "add its gradient to dx",
             ),
+            plant_mistake("dy + offs, mask=mask, other=0.0", "dy + offs, mask=mask", "without `other`"),
+            plant_mistake("program * (1 + HAS_BIAS) * N", "program * 2 * N", "outside of its tensors"),
+            plant_mistake("tl.atomic_add(sums + cols, dw_sum", "tl.store(sums + cols, dw_sum", "With ATOMIC, it adds"),
         ),
     ),
 ]

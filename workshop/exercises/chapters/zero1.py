@@ -33,6 +33,7 @@ EXERCISES = [
                 "Begin at the end",
             ),
             plant_mistake("size + param.nbytes > limit", "size > limit", "above the limit"),
+            plant_mistake("size + param.nbytes > limit", "size + param.nbytes >= limit", "does not fit"),
             plant_mistake(
                 "open_buckets.get(param.dtype, ([], 0))",
                 "open_buckets.get(torch.float32, ([], 0))",

@@ -83,9 +83,9 @@ def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
     )
     expect(
         is_close(result, total.chunk(ranks)[rank]),
-        f"Rank {rank} does not return the sum of chunk {rank} over all ranks. After step 0, a rank must send the "
-        "chunk to which it has just added values. It must add the received values to the chunk with the index that "
-        "the previous rank has sent.",
+        f"Rank {rank} does not return the sum of chunk {rank} over all ranks, which is not the mean. After step 0, a "
+        "rank must send the chunk to which it has just added values. It must add the received values to the chunk with "
+        "the index that the previous rank has sent.",
     )
     check_volume(sent, 4 * 12 * (ranks - 1) / ranks, "Each chunk needs N - 1 steps.")
     expect(torch.equal(mine, values[rank]), "The input has changed: work on a copy.")

@@ -30,7 +30,7 @@ def check_count(answer: ModuleType, _: Any) -> None:
             counted == exact,
             f"You count {counted:,} parameters for a model {kind}, and it has {exact:,}. A block has 12 C^2 weights "
             "in four matrices, 2 LayerNorms, and with biases 3C + C + 4C + C of the matrices and 2C of the "
-            "LayerNorms.",
+            "LayerNorms. One more LayerNorm follows the blocks.",
         )
 
 

@@ -33,7 +33,11 @@ def check_tensor_parallel(answer: ModuleType, _: Any) -> None:
         f"The output on rank {rank} is only a partial sum, from its own hidden channels: SumOverRanks must add those "
         "of all ranks.",
     )
-    expect(is_close(y, exact), "The output of the divided MLP is wrong. CopyToRanks returns its input as it is.")
+    expect(
+        is_close(y, exact),
+        "The output of the divided MLP is wrong. CopyToRanks returns its input as it is, and SumOverRanks the sum, not "
+        "the mean.",
+    )
     expect(count == 1, f"The forward pass has {count} all-reduces instead of one: every rank already has x in full.")
     y.backward(given)
     assert leaf.grad is not None and rows.grad is not None and full[0].grad is not None and full[2].grad is not None
@@ -105,8 +109,9 @@ def check_ring_attention(answer: ModuleType, _: Any) -> None:
     )
     expect(
         is_close(result, full, 1e-4),
-        "The result differs from attention over the full sequence. When a block raises the maximum, the sum and the "
-        "result so far are still relative to the old maximum: multiply both by exp(old - new).",
+        "The result differs from attention over the full sequence. The scores are q k^T / sqrt(channels), without a "
+        "causal mask. When a block raises the maximum, the sum and the result so far are still relative to the old "
+        "maximum: multiply both by exp(old - new). At the end, divide the result by the sum.",
     )
     wanted = (ranks - 1) * 2 * own[1].nbytes
     expect(

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phase2_triton.kernels.core import launch
-from workshop.exercises.checks.triton import Buffers, check_values, surround_with_nan
+from workshop.exercises.checks.triton import Buffers, check_values, run_strictly, surround_with_nan
 from workshop.exercises.exercise import expect
 from workshop.exercises.measuring import draw_normal, is_close
 
@@ -21,7 +20,7 @@ def check_matmul(answer: ModuleType, _: Any) -> None:
         buffers, counter = Buffers(), torch.zeros(1, dtype=torch.int64)
         c, grid = buffers.allocate(M, N), (-(-M // 4), -(-N // 4))
         args = (surround_with_nan(a), surround_with_nan(b), c, counter, M, N, K)
-        launch(answer.matmul_kernel, grid, *args, BM=4, BN=4, BK=4)
+        run_strictly(answer.matmul_kernel, grid, *args, BM=4, BN=4, BK=4)
         buffers.check()
         story = f"A product of ({M}, {K}) and ({K}, {N}) in tiles of 4 x 4"
         last = (K - 1) // 4 * 4
@@ -49,7 +48,7 @@ def attend(answer: ModuleType, q: Tensor, k: Tensor, v: Tensor, programs: int) -
     (T, HS), buffers = q.shape, Buffers()
     out = buffers.allocate(T, HS)
     args = (*map(surround_with_nan, (q, k, v)), out, T, HS**-0.5)
-    launch(answer.attention_kernel, (programs,), *args, HS=HS, BQ=TILE, BK=KEYS, RESCALES=True)
+    run_strictly(answer.attention_kernel, (programs,), *args, HS=HS, BQ=TILE, BK=KEYS, RESCALES=True)
     buffers.check()
     return out
 
@@ -108,7 +107,7 @@ def check_query_gradient(answer: ModuleType, _: Any) -> None:
         buffers = Buffers()
         dq = buffers.allocate(T, HS)
         args = [surround_with_nan(each) for each in (q, k, v, dy, logsumexp, delta)]
-        launch(answer.query_gradient_kernel, (-(-T // TILE),), *args, dq, T, HS**-0.5, HS=HS, BQ=TILE, BK=KEYS)
+        run_strictly(answer.query_gradient_kernel, (-(-T // TILE),), *args, dq, T, HS**-0.5, HS=HS, BQ=TILE, BK=KEYS)
         buffers.check()
         causal = weights.masked_fill(hidden, 0)
         right = (causal * (dweights - delta[:, None])) @ k * HS**-0.5
@@ -133,7 +132,7 @@ def check_query_gradient(answer: ModuleType, _: Any) -> None:
         later_k, later_v = (each.clone() for each in (k, v))
         later_k[TILE:], later_v[TILE:] = float("nan"), float("nan")
         args[1:3] = [surround_with_nan(each) for each in (later_k, later_v)]
-        launch(answer.query_gradient_kernel, (1,), *args, dq, T, HS**-0.5, HS=HS, BQ=TILE, BK=KEYS)
+        run_strictly(answer.query_gradient_kernel, (1,), *args, dq, T, HS**-0.5, HS=HS, BQ=TILE, BK=KEYS)
         expect(
             bool(dq[:TILE].isfinite().all()),
             "Program 0 loads keys or values of tiles above the diagonal, which none of its queries may see. It would "
