@@ -249,19 +249,17 @@ def add_flags(config_class: type[F], names: str, model: str = "gpt2") -> type[F]
     """
     trainer_class: Any = getattr(config_class, "trainer_class", config_class)
     modules = [find_architecture(model), *find_modules(names)]
-    parts = [module.Flags for module in modules if hasattr(module, "Flags")]
+    parts = (*(module.Flags for module in modules if hasattr(module, "Flags")), trainer_class)
     owners: dict[str, type] = {}
-    for part in (trainer_class, *parts):
+    for part in (trainer_class, *parts):  # a conflict is reported for the later one
         if not issubclass(part, Flags):
             raise ConfigError(f"{part.__module__}.Flags does not extend Flags: write `class Flags(observers.Flags)`")
         for field in dataclasses.fields(part):
             if owners.setdefault(field.name, part) is not part:
                 raise ConfigError(f"{part.__module__} has a flag --{field.name}, which exists already: rename it there")
-    if not parts:
-        return trainer_class
 
     def check(config: Any, world_size: int) -> None:
-        for part in (*parts, trainer_class):
+        for part in parts:
             part.check(config, world_size)
 
     namespace = {
@@ -270,7 +268,7 @@ def add_flags(config_class: type[F], names: str, model: str = "gpt2") -> type[F]
         "__reduce__": lambda config: (create_config, (trainer_class, names, model, vars(config))),
         "__module__": trainer_class.__module__,
     }
-    return dataclasses.make_dataclass(trainer_class.__name__, [], bases=(*parts, trainer_class), namespace=namespace)
+    return dataclasses.dataclass(type(trainer_class.__name__, parts, namespace))
 
 
 def create_config(config_class: type[F], names: str, model: str, values: dict[str, Any]) -> F:

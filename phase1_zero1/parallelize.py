@@ -75,13 +75,14 @@ def parallelize(model: GPT, optimizer: Zero1Optimizer, config: Zero1Config, run:
     if config.zero1_backend != "flat":
         backends = import_optional(BACKENDS, f"--zero1_backend={config.zero1_backend}")
         return backends.parallelize(model, config, run)
-    # Compiled code cannot wait for a collective in its middle. Kernels read the parameters of other modules.
-    if not config.compile and kernels == "none":
-        optimizer.gather_during_forward(model)
-    elif config.compile and run.world_size > 1:
+    # All blocks share the code of the first one, which may need parameters at addresses that are multiples of 16 bytes.
+    if config.compile and run.world_size > 1 and not any(p.data_ptr() % 16 for p in model.parameters()):
         model.compile_by_block()
-        return model
-    return torch.compile(model) if config.compile else model  # type: ignore[return-value]
+    elif config.compile:
+        return torch.compile(model)  # type: ignore[return-value]
+    elif kernels == "none":  # compiled code cannot wait for a collective, and kernels read parameters of other modules
+        optimizer.gather_during_forward(model)
+    return model
 
 
 def set_gradient_sync(parallel_model: Any, optimizer: Zero1Optimizer, last: bool) -> None:

@@ -111,7 +111,7 @@ class ShardedMuon(SharedOptimizer):
         updates = []
         for param in matrices.local_order:
             if param.grad is None:  # every rank skips the same matrices
-                updates.append(torch.zeros(local_shard(param).numel(), dtype=torch.bfloat16, device=self.device))
+                updates.append(torch.zeros_like(local_shard(param), dtype=torch.bfloat16).flatten())
                 continue
             options, state = self.options[param], self.state[param]
             if "momentum_buffer" not in state:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from measure.ledger import CollectiveCounter
+from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.muon import configure_muon
@@ -22,7 +23,7 @@ from phase1_zero1.backends import DdpOptimizer
 from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.muon import Zero1Muon, sharded_muon_groups
 from phase1_zero1.naive import NaiveZero1Optimizer
-from phase1_zero1.parallelize import Zero1Config
+from phase1_zero1.parallelize import Zero1Config, parallelize, shard_optimizer
 from phase1_zero1.sharded_checkpoint import training_state
 from phase1_zero1.zero1 import Zero1Optimizer
 from phase2_triton.kernels.adamw import TritonAdamW
@@ -314,6 +315,21 @@ def test_ranks_can_fill_their_buckets_in_different_orders():
     results = run_on_ranks(train_with_different_orders, 3)
     assert all(result == results[0] for result in results)
     assert results[0][0] == [0, 1, 2, 3, 4, 5] and all(distance > 0 for distance in results[0][1])
+
+
+def is_compiled_by_block(n_embd: int) -> bool:
+    """Return whether the blocks of a GPT are compiled one by one on two ranks. Nothing is compiled yet."""
+    model, config = GPT(GPTConfig(2, 1, n_embd, 8, True, 16)), Zero1Config(compile=True)
+    parallel_model = parallelize(model, shard_optimizer(model, config), config, create_runtime("cpu", "float32"))
+    return parallel_model is model
+
+
+def test_blocks_share_compiled_code_only_if_their_parameters_are_aligned():
+    """On a GPU, the code of the first block may load 16 bytes at once. A view into a bucket can begin at any element.
+
+    GPT-2's parameters have multiples of 4 elements. With 18 channels, they do not, and the full model is compiled.
+    """
+    assert [run_on_ranks(is_compiled_by_block, 2, width)[0] for width in (16, 18)] == [True, False]
 
 
 def read_after_late_gather(reader: str) -> bool:

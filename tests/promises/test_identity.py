@@ -22,6 +22,7 @@ from nanoGPT.export import write_hf, write_hf_tokenizer
 from nanoGPT.job.parse import find_run_to_resume, parse
 from nanoGPT.job.start import check_run
 from nanoGPT.model import GPT, GPTConfig
+from nanoGPT.observers import add_flags
 from nanoGPT.prepare import download
 from nanoGPT.prepare.meta import make_gpt2_identity
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, make_char_identity, make_json_identity
@@ -304,7 +305,8 @@ def test_a_resume_finds_the_newest_run_in_a_directory_of_any_name(sources, tmp_p
         manifest = {**read_manifest(checkpoint), "phase": phase}
         (checkpoint / "manifest.json").write_text(serialize_manifest(manifest))
         os.utime(checkpoint, (1e9 + age, 1e9 + age))
-    assert find_run_to_resume(FsdpConfig, "out") == "out/phase3_fsdp-1"
+    for config_class in (FsdpConfig, add_flags(FsdpConfig, "operate,measure")):  # the flags belong to phase 3 too
+        assert find_run_to_resume(config_class, "out") == "out/phase3_fsdp-1"
     assert (
         find_run_to_resume(type("Config", (EvaluateConfig,), {"__module__": "__main__"}), "out") == "out/phase3_fsdp-1"
     )
