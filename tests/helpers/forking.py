@@ -85,6 +85,8 @@ def prepare_fork(descriptors: set[int]) -> None:
     gc.freeze()  # a destructor of the parent's objects could close a descriptor of this process
     gc.enable()
     faulthandler.disable()
+    # torch makes a new pool of threads here. Later, several threads of a backward pass may make it at once, and abort.
+    torch.set_num_threads(torch.get_num_threads())
     sys.dont_write_bytecode = bool(sys.flags.dont_write_bytecode)
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
