@@ -266,7 +266,7 @@ def add_flags(config_class: type[F], names: str, model: str = "gpt2") -> type[F]
         "check": check,
         "trainer_class": trainer_class,
         "__reduce__": lambda config: (create_config, (trainer_class, names, model, vars(config))),
-        "__module__": trainer_class.__module__,
+        "__module__": trainer_class.__module__,  # from Python 3.12 on, dataclasses.make_dataclass would replace it
     }
     return dataclasses.dataclass(type(trainer_class.__name__, parts, namespace))
 
