@@ -348,6 +348,11 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--eval_only does not work in an elastic job: use make baseline, phase1, phase2 or phase3")
     for nodes in range(low, high + 1):
         ranks = count_usable_ranks(config, nodes * elastic.gpus)
+        if getattr(config, "fsdp_shard_size", "") == "node" and ranks > elastic.gpus and ranks % elastic.gpus:
+            raise ConfigError(
+                f"with {nodes} nodes, {ranks} ranks train, but --fsdp_shard_size=node needs equally many on each node: "
+                "use --fsdp_shard_size=all, or a number of micro-batches that all ranks can divide"
+            )
         check_run(config, ranks, elastic.gpus)
         check_memory(config, ranks, elastic.gpus)
     inputs = describe_inputs(config) | {"GPUS": elastic.gpus}

@@ -34,7 +34,6 @@ ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    ("pathlib", "PosixPath"),
 }
 
 
@@ -90,8 +89,10 @@ class RestrictedUnpickler(pickle.Unpickler):
     """An unpickler that allows only the types with which torch describes tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
+        if name == "getattr":
             return find_member
+        if name == "PosixPath":  # of pathlib, which Python 3.13 writes as pathlib._local
+            return Path
         is_record = module == "torch.distributed.checkpoint.metadata" and "." not in name
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_record or is_dtype or (module, name) in ALLOWED:

@@ -73,7 +73,8 @@ class Evidence:
 
         A traceback of Python has its innermost frame last, and a stack of faulthandler has it first.
         """
-        text = self.stacks.get(rank, "")
+        # From Python 3.14 on, the stack of C functions follows that of the main thread.
+        text = self.stacks.get(rank, "").replace("C stack trace (most recent call first)", "")
         main = text.rpartition("(most recent call first):")[2]
         is_traceback = "Traceback (most recent call last)" in main
         matches = list(

@@ -75,6 +75,13 @@ def test_an_abort_whose_stack_is_incomplete_is_a_mismatch(name, kind, tmp_path):
     assert find_cause(Evidence(tmp_path, log=log, stacks=stacks)).kind == kind
 
 
+def test_the_stack_of_c_functions_is_not_the_stack_of_the_main_thread(tmp_path):
+    """From Python 3.14 on, faulthandler also writes a stack of C functions, after those of all threads."""
+    stack = 'Thread 0x0 (most recent call first):\n  File "/my/train.py", line 3 in train\n\n'
+    stack += 'Current thread\'s C stack trace (most recent call first):\n  Binary file "libc.so", at raise+0x0 [0x0]\n'
+    assert Evidence(tmp_path, stacks={0: stack}).location(0) == "my/train.py:3, train"
+
+
 def test_a_stopped_process_is_not_compared(tmp_path):
     """A process that SIGSTOP has stopped continues to write its stacks, so its collectives prove nothing."""
     verdict = "rank 1 has made no progress for 5 s in step 3, update (according to its last heartbeat; {})"

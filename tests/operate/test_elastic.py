@@ -159,6 +159,9 @@ def test_a_node_that_cannot_start_says_why(tmp_path):
     assert_refused(run_program(*node), "needs --out_dir")
     assert_refused(run_program(*node, f"--out_dir={tmp_path}", "--dropout=2"), "--dropout=2.0 is out of range")
     assert_refused(run_program(node[0], "--nodes=4:1", *node[2:], f"--out_dir={tmp_path}"), "NODES=4:1")
+    words = ["--gpus=2", "--nodes=1:3", "phase3_fsdp/train.py", "--device=cpu", "--fsdp_shard_size=node"]
+    words += [f"--out_dir={tmp_path}", "--gradient_accumulation_steps=10"]
+    assert_refused(run_program(*node[:2], *words), "with 3 nodes, 5 ranks train, but --fsdp_shard_size=node needs")
 
 
 def test_a_killed_rank_has_the_exit_code_of_a_shell():

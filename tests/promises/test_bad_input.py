@@ -217,8 +217,11 @@ def test_a_malicious_index_of_shards_is_not_opened(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_index_of_an_older_python_is_read():
-    """Python 3.11.2 pickles the member of an enum as a call of getattr. Other calls of getattr are refused."""
+def test_an_index_of_another_python_is_read():
+    """Python 3.11.2 pickles the member of an enum as a call of getattr. Other calls of getattr are refused.
+
+    Python 3.13 pickles a path with another name of its module.
+    """
     member, file = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, io.BytesIO()
     pickler = pickle.Pickler(file)
     pickler.dispatch_table = {_MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), member.name))}
@@ -226,6 +229,9 @@ def test_an_index_of_an_older_python_is_read():
     assert b"getattr" in file.getvalue() and RestrictedUnpickler(io.BytesIO(file.getvalue())).load() is member
     with pytest.raises(pickle.UnpicklingError, match="could run code"):
         RestrictedUnpickler(io.BytesIO(pickle.dumps(MaliciousGetattr()))).load()
+    for module in (b"pathlib", b"pathlib._local"):
+        index = b"c" + module + b"\nPosixPath\n(V/run\ntR."
+        assert RestrictedUnpickler(io.BytesIO(index)).load() == Path("/run")
 
 
 def test_a_boolean_flag_needs_no_value():
