@@ -112,6 +112,7 @@ EXERCISES = [
         line="parallel_model.require_backward_grad_sync",
         mistakes=(
             plant_mistake("loss / len(micro_batches)", "loss", "divide each loss by their number"),
+            plant_mistake("scaler.step(optimizer, norm)", "optimizer.step()", "must skip the step"),
             plant_mistake("micro_batch == micro_batches[-1]", "True", "DDP averages after every micro-batch"),
             plant_mistake("    optimizer.zero_grad(set_to_none=True)\n", "", "The gradients are still there"),
             plant_mistake(

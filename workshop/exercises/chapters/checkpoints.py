@@ -107,6 +107,7 @@ EXERCISES = [
         mistakes=(
             plant_mistake("except Exception as error:", "except ValueError as error:", "exchange it with all ranks"),
             plant_mistake("if any(failures):", "if failure:", "continues after the failure of rank 1"),
+            plant_mistake("failure = ConfigError(reason", "raise ConfigError(reason", "before it reaches self.gather"),
             plant_mistake("if isinstance(error, OSError) else RunError(reason)", "", "becomes a ConfigError"),
             plant_mistake("next(filter(None, failures))", "failures[-1]", "the first rank"),
         ),

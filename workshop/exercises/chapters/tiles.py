@@ -28,7 +28,7 @@ EXERCISES = [
         mistakes=(
             plant_mistake("total += tl.sum", "total = tl.sum", "of the last step only"),
             plant_mistake("range(0, K, BK)", "range(0, K - K % BK, BK)", "beyond the last full tile"),
-            plant_mistake("(rows < M) & (k[None, :] < K)", "rows < M", "read outside"),
+            plant_mistake("(rows < M) & (k[None, :] < K)", "rows < M", "reads outside"),
             plant_mistake("total, mask=(rows < M) & (columns < N))", "total)", "writes outside"),
         ),
     ),
@@ -51,6 +51,9 @@ EXERCISES = [
         mistakes=(
             plant_mistake("tl.minimum(T, (tl.program_id(0) + 1) * BQ)", "T", "above the diagonal"),
             plant_mistake(
+                'tl.full((BQ,), -float("inf"), tl.float32)', "tl.zeros((BQ,), tl.float32)", "before the first"
+            ),
+            plant_mistake(
                 "tl.minimum(T, (tl.program_id(0) + 1) * BQ)",
                 "tl.minimum(T, tl.program_id(0) * BQ + 1)",
                 "the last keys that its queries see",
@@ -62,7 +65,7 @@ EXERCISES = [
             plant_mistake(
                 "v_tile = tl.load(v + keys[:, None] * HS + channels[None, :], mask=keys[:, None] < T, other=0.0)",
                 "v_tile = tl.load(v + keys[:, None] * HS + channels[None, :])",
-                "read outside",
+                "reads outside",
             ),
         ),
     ),

@@ -230,6 +230,7 @@ EXERCISES = [
         line="dist.broadcast",
         mistakes=(
             plant_mistake("dist.broadcast(param, src=self.owner[param])", "pass", "Broadcast each"),
+            plant_mistake(' if name != "params"', "", 'every option of a group except "params"'),
             plant_mistake("src=self.owner[param]", "src=0", "Only its owner has the new values"),
             plant_mistake(
                 'local_group.update({name: value for name, value in group.items() if name != "params"})',

@@ -181,6 +181,10 @@ def check_train_step(answer: ModuleType, expected: list[dict[str, float]]) -> No
             loss_sum, norm = answer.train_step(
                 parallel, optimizer, LossScaler(False), RandomBatches(), step, STEP_CONFIG, run
             )
+        expect(
+            not loss_sum.requires_grad,
+            "The sum of the losses keeps the graphs of all micro-batches in memory: add loss.detach().",
+        )
         dist.all_reduce(loss_sum)
         reference, loss = expected[step], loss_sum.item() / 4
         has_grads = any(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -218,9 +222,13 @@ def check_train_step(answer: ModuleType, expected: list[dict[str, float]]) -> No
         )
     model, scaler = build_model(), LossScaler(True)
     optimizer, parallel = configure_optimizer(model, STEP_CONFIG), DDP(model)
-    with mock.patch.object(scaler, "scale_loss", wraps=scaler.scale_loss) as scale_loss:
+    with (
+        mock.patch.object(scaler, "scale_loss", wraps=scaler.scale_loss) as scale_loss,
+        mock.patch.object(scaler, "step", wraps=scaler.step) as scaler_step,
+    ):
         _, norm = answer.train_step(parallel, optimizer, scaler, RandomBatches(), 0, STEP_CONFIG, run)
     expect(scale_loss.called, "float16 needs a scaled loss: call scaler.scale_loss before the backward pass.")
+    expect(scaler_step.called, "After an overflow, float16 must skip the step: call scaler.step(optimizer, norm).")
     expect(
         is_close(float(norm) / expected[0]["norm"], 1.0, 1e-4)
         and is_close(sum_squares(model), expected[0]["weight"], 1e-6),

@@ -249,9 +249,17 @@ def check_shared_errors(answer: ModuleType, _: Any) -> None:
         if dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    message = ""
+    message, gather = "", mock.Mock(wraps=run.gather)
     try:
-        run.call_on_all(fail_on_rank_1)
+        with mock.patch.object(run, "gather", gather):
+            try:
+                run.call_on_all(fail_on_rank_1)
+            finally:
+                expect(
+                    gather.called,
+                    f"Rank {dist.get_rank()} raises its error before it reaches self.gather, where the other rank "
+                    "waits. Catch the error, exchange it with all ranks, and then raise it on every rank.",
+                )
     except ConfigError as error:
         message = str(error)
     except RunError:
@@ -267,6 +275,7 @@ def check_shared_errors(answer: ModuleType, _: Any) -> None:
         f"Rank {dist.get_rank()} continues after the failure of rank 1. All ranks must raise ConfigError, or the "
         "others wait in the next collective.",
     )
+    expect("No space left" in message, f"The message {message!r} has no reason: quote_cause(error) returns it.")
     expect("rank 1" in message, f"The message {message!r} does not name the rank that failed.")
     for planted in (ValueError("wrong"), ConfigError("use another disk")):
 

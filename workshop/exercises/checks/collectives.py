@@ -65,6 +65,7 @@ def check_reduce_scatter(answer: ModuleType, _: Any) -> None:
     mine = values[rank].clone()
     with count_sent_bytes() as sent:
         result = answer.reduce_scatter(mine)
+    check_volume(sent, 4 * 12 * (ranks - 1) / ranks, "Each chunk needs N - 1 steps.")
     total = sum(values[1:], values[0])
     expect(
         not is_close(result, values[rank].chunk(ranks)[rank]),
@@ -96,6 +97,7 @@ def check_all_gather(answer: ModuleType, _: Any) -> None:
     values = draw_all(5)
     with count_sent_bytes() as sent:
         result = answer.all_gather(values[rank])
+    check_volume(sent, 4 * 5 * (ranks - 1), "Each rank passes on N - 1 chunks.")
     full = torch.cat(values)
     expect(
         result.shape == full.shape, f"The result has the shape {tuple(result.shape)} instead of {tuple(full.shape)}."
@@ -103,7 +105,8 @@ def check_all_gather(answer: ModuleType, _: Any) -> None:
     wrong = [i for i in range(ranks) if not torch.equal(result.chunk(ranks)[i], values[i])]
     expect(
         rank not in wrong,
-        f"Chunk {rank} on rank {rank} is not its own: chunk r comes from rank r. Copy the local chunk there first.",
+        f"Chunk {rank} on rank {rank} is not its own: chunk r comes from rank r. Copy the local chunk there first, "
+        "and receive nothing into it: in step s, a rank receives chunk r - s - 1.",
     )
     expect(
         not wrong,
@@ -134,7 +137,12 @@ def check_all_reduce(answer: ModuleType, _: Any) -> None:
             "zeros for the ring, and remove them at the end.",
         )
         padded = 4 * (length + -length % ranks)
-        check_volume(sent, 2 * padded * (ranks - 1) / ranks, "An all-reduce is a reduce-scatter and an all-gather.")
+        check_volume(
+            sent,
+            2 * padded * (ranks - 1) / ranks,
+            "An all-reduce is a reduce-scatter and an all-gather, of as few added zeros as possible: none for a "
+            "multiple of N.",
+        )
     matrix = torch.ones(2, 3)
     answer.all_reduce(matrix)
     expect(bool((matrix == ranks).all()), "A matrix must keep its shape: work on a flat view of it.")

@@ -49,10 +49,16 @@ def check_tensor_parallel(answer: ModuleType, _: Any) -> None:
     )
     expect(is_close(rows.grad, wanted), "The gradient of the column-parallel weight is wrong.")
     expect(
+        not is_close(leaf.grad, full[2].grad / ranks),
+        "dx is N times too small: each rank has a part of it, and the backward pass of CopyToRanks adds the parts. "
+        "It does not average them.",
+    )
+    expect(
         is_close(leaf.grad, full[2].grad),
         f"Rank {rank} has only the part of dx that came through its own channels. Nothing reports this, and the losses "
         "leave the one curve: the backward pass of CopyToRanks must add the parts of all ranks.",
     )
+    answer.CopyToRanks.apply(x.clone().requires_grad_()).backward(given)
     expect(torch.equal(given, dy), "The gradient that the backward pass was given has changed: work on a copy.")
     own_group = [dist.new_group([each]) for each in range(ranks)][rank]
     alone = x.clone().requires_grad_()
@@ -74,7 +80,10 @@ def check_pipeline(answer: ModuleType, _: Any) -> None:
         try:
             rows = run_pipeline(answer.order_1f1b, ranks, micro_batches)
         except ValueError as error:
-            expect(False, f"{story} {error}. A pass needs the result of its neighbor.")
+            advice = (
+                "A pass needs the result of its neighbor, and on the last rank a backward pass its own forward pass."
+            )
+            expect(False, f"{story} {error}. {advice}")
         slots, least = len(rows["rank 0"]), 3 * (micro_batches + ranks - 1)
         expect(
             slots == least,
@@ -101,7 +110,14 @@ def check_ring_attention(answer: ModuleType, _: Any) -> None:
     local = F.scaled_dot_product_attention(own[0][None], own[1][None], own[2][None])[0]
     expect(
         bool(result.isfinite().all()),
-        "The result is not finite: exp overflows for large scores. Subtract the largest score so far.",
+        "The result is not finite: exp overflows for large scores. Subtract the largest score so far from all "
+        "scores, and multiply the old sums by exp(old - new), not by exp(new - old).",
+    )
+    wanted = (ranks - 1) * 2 * own[1].nbytes
+    expect(
+        sum(sent) == wanted,
+        f"A rank sends {sum(sent):,} bytes, but {ranks} blocks need N - 1 exchanges of one block of keys and values, "
+        f"{wanted:,} bytes: after the last block there is nothing left to send.",
     )
     expect(
         not is_close(result, local, 1e-4),
@@ -109,13 +125,8 @@ def check_ring_attention(answer: ModuleType, _: Any) -> None:
     )
     expect(
         is_close(result, full, 1e-4),
-        "The result differs from attention over the full sequence. The scores are q k^T / sqrt(channels), without a "
-        "causal mask. When a block raises the maximum, the sum and the result so far are still relative to the old "
-        "maximum: multiply both by exp(old - new). At the end, divide the result by the sum.",
-    )
-    wanted = (ranks - 1) * 2 * own[1].nbytes
-    expect(
-        sum(sent) == wanted,
-        f"A rank sends {sum(sent):,} bytes, but {ranks} blocks need only N - 1 exchanges of one block of keys and "
-        f"values, {wanted:,} bytes: after the last block there is nothing left to send.",
+        "The result differs from attention over the full sequence. A rank passes on the block of keys and values "
+        "that it has received, and not its own again. The scores are q k^T / sqrt(channels), without a causal mask. "
+        "When a block raises the maximum, the sum and the result so far are still relative to the old maximum: "
+        "multiply both by exp(old - new). At the end, divide the result by the sum.",
     )

@@ -86,6 +86,13 @@ def check_skipped_steps(answer: ModuleType, _: Any) -> None:
             f"{story} The scale is {scaler.scale:g} instead of {scale:g}: halve it after each overflow.",
         )
     check_growth(scaler, step)
+    before = param.detach().clone()
+    param.grad = torch.full((4,), float("nan"))
+    answer.step(scaler, optimizer, torch.tensor(float("nan")))
+    expect(
+        torch.equal(param.detach(), before),
+        "The norm is NaN, and the optimizer steps: a step with NaN must be skipped too.",
+    )
     scaler.scale = scaler.MIN_SCALE
     try:
         step(0)

@@ -15,30 +15,34 @@ TILE, KEYS = 16, 8  # queries and keys of a tile of attention
 
 
 def check_matmul(answer: ModuleType, _: Any) -> None:
-    for M, N, K in ((4, 4, 8), (5, 3, 7)):
+    for M, N, K in ((4, 8, 6), (5, 3, 7), (3, 11, 7)):
         a, b = draw_normal(M, K), draw_normal(K, N, seed=1)
         buffers, counter = Buffers(), torch.zeros(1, dtype=torch.int64)
-        c, grid = buffers.allocate(M, N), (-(-M // 4), -(-N // 4))
+        c, grid = buffers.allocate(M, N), (-(-M // 4), -(-N // 8))
         args = (surround_with_nan(a), surround_with_nan(b), c, counter, M, N, K)
-        run_strictly(answer.matmul_kernel, grid, *args, BM=4, BN=4, BK=4)
+        run_strictly(answer.matmul_kernel, grid, *args, BM=4, BN=8, BK=2)
         buffers.check()
-        story = f"A product of ({M}, {K}) and ({K}, {N}) in tiles of 4 x 4"
-        last = (K - 1) // 4 * 4
+        story = f"A product of ({M}, {K}) and ({K}, {N}) in tiles of 4 x 8"
+        last = (K - 1) // 2 * 2
         expect(
             not is_close(c, a[:, last:] @ b[last:]),
             f"{story} is that of the last step only: add the products of all steps.",
         )
-        full = K // 4 * 4
+        full = K // 2 * 2
         expect(
             full == K or not is_close(c, a[:, :full] @ b[:full]),
             f"{story} lacks the elements of K beyond the last full tile: the loop needs one more step, with a mask.",
         )
         advice = "Each load needs a mask for both dimensions, and other=0.0: a lane beyond K must add 0 to the sum."
+        if M == 4:  # all tiles are full
+            advice = (
+                "a[i, k] is at i * K + k, and b[k, j] at k * N + j. In each step k is start + lane; sum over k, axis 1."
+            )
         check_values(c, a @ b, story, advice)
-        steps, programs = -(-K // 4), grid[0] * grid[1]
+        steps, programs = -(-K // 2), grid[0] * grid[1]
         expect(
-            int(counter) == programs * steps * 32,
-            f"{story} counts {int(counter)} loaded elements instead of {programs * steps * 32}: {programs} programs "
+            int(counter) == programs * steps * 24,
+            f"{story} counts {int(counter)} loaded elements instead of {programs * steps * 24}: {programs} programs "
             f"with {steps} steps each, and two tiles per step.",
         )
 
@@ -68,6 +72,7 @@ def check_flash_attention(answer: ModuleType, _: Any) -> None:
         not is_close(y[KEYS:], truncated, 1e-4),
         "The loop ends before the last keys that its queries see: the last query of program 0 sees its own key.",
     )
+    check_rows(y, exact[:TILE], q[:TILE], k[:TILE], v[:TILE])
     later_k, later_v = (each.clone() for each in (k, v))
     later_k[TILE:], later_v[TILE:] = float("nan"), float("nan")
     y = attend(answer, q, later_k, later_v, 1)
@@ -78,6 +83,15 @@ def check_flash_attention(answer: ModuleType, _: Any) -> None:
     )
     y = attend(answer, q, k, v, -(-T // TILE))
     check_rows(y, exact, q, k, v)
+    for scores in (300.0, -300.0):  # exp(300) is inf, and exp(-300) is 0
+        q[:, 0], k[:, 0] = HS**0.5 * scores / 10, 10.0
+        exact = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        y = attend(answer, q, k, v, -(-T // TILE))
+        expect(
+            is_close(y, exact, 1e-3),
+            f"With scores near {scores:g}, the result is wrong: exp overflows, or all exponentials are 0. Subtract "
+            "the largest score so far before exp. It is -inf before the first tile.",
+        )
 
 
 def check_rows(y: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -91,7 +105,12 @@ def check_rows(y: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Non
         "Rows in which a later tile contains the largest score are wrong: everything that was summed so far, the sum "
         "and the result, is relative to the old maximum. Multiply both by exp(old - new).",
     )
-    advice = "Does each load have a mask for rows up to T?" if y.isnan().any() else "Compare scale and division."
+    advice = (
+        "Does each query see its own key, is the factor exp(old - new), with the maximum of all tiles so far, and does "
+        "each load have a mask for rows up to T?"
+        if y.isnan().any()
+        else "Compare the mask (it needs the positions of queries and keys in the sequence), scale and division."
+    )
     check_values(y, exact, "the result for several tiles of keys", advice, 1e-4)
 
 

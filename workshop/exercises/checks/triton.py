@@ -4,6 +4,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,18 +44,46 @@ def run_strictly(kernel: Any, *args: Any, **constants: Any) -> None:
     """Launch a kernel in the interpreter. A masked load without `other` fills the lanes that it does not read with NaN.
 
     On a GPU these lanes are undefined, but the interpreter fills them with zeros.
+
+    Raises:
+        IndexError: a lane that is not masked reads or writes outside of the tensors.
     """
     from triton.runtime.interpreter import InterpreterBuilder  # there is no Triton for macOS
 
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     load_masked = InterpreterBuilder.create_masked_load
+    store_masked, add_atomically = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_atomic_rmw
+
+    def check_lanes(pointers: Any, mask: Any, verb: str) -> None:
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.int64)
+        inside = np.zeros(addresses.shape, dtype=bool)
+        for each in tensors:
+            inside |= (addresses >= each.data_ptr()) & (addresses < each.data_ptr() + each.nbytes)
+        if not inside.all():
+            raise IndexError(
+                f"the kernel {verb} outside of its tensors: lanes beyond the end need a mask in each load and store, "
+                "and a row or a tile must begin at its own place"
+            )
+
+    def store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check_lanes(pointers, mask, "writes")
+        return store_masked(builder, pointers, value, mask, *rest)
+
+    def atomic(builder: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check_lanes(pointers, mask, "writes")
+        return add_atomically(builder, operation, pointers, value, mask, *rest)
 
     def load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        check_lanes(pointers, mask, "reads")
         loaded = load_masked(builder, pointers, mask, other, *rest)
         if other is None and loaded.data.dtype.kind == "f":
             loaded.data[~mask.data] = float("nan")
         return loaded
 
-    with mock.patch.object(InterpreterBuilder, "create_masked_load", load):
+    patched = mock.patch.multiple(
+        InterpreterBuilder, create_masked_load=load, create_masked_store=store, create_atomic_rmw=atomic
+    )
+    with patched:
         launch(kernel, *args, **constants)
 
 
@@ -94,7 +123,7 @@ def check_layer_norm(answer: ModuleType, _: Any) -> None:
         )
         run_strictly(answer.one_row_kernel, (M,), *args, EPS=1e-5, HAS_BIAS=with_bias, BLOCK=32)
         buffers.check()
-        check_values(mean, x.mean(1), "mean", "Divide the sum by N, not by BLOCK.")
+        check_values(mean, x.mean(1), "mean", "Store sum / N, not sum / BLOCK, at mean + row.")
         exact = 1 / (x.var(1, correction=0) + 1e-5).sqrt()
         check_values(
             rstd[:2],
@@ -129,7 +158,7 @@ def check_online_softmax(answer: ModuleType, _: Any) -> None:
     logits = draw_normal(M, V) * 3
     logits[1] = logits[1].sort().values  # the largest logit comes last
     logits[2] = logits[2].sort(descending=True).values
-    logits[3, :8] = float("-inf")
+    logits[3, :8], logits[3, 8:] = float("-inf"), logits[3, 8:] - 200
     targets = torch.tensor([3, 19, 0, 9])
     buffers = Buffers()
     losses, peaks, totals = (buffers.allocate(M) for _ in range(3))
@@ -138,7 +167,8 @@ def check_online_softmax(answer: ModuleType, _: Any) -> None:
     check_values(peaks, logits.max(1).values, "the largest logit", "Keep the larger of the old and the new maximum.")
     exact = (logits - logits.max(1, keepdim=True).values).exp().sum(1)
     advice = (
-        "When a larger logit appears, the sum so far is relative to the old maximum: multiply it by exp(old - new)."
+        "When a larger logit appears, the sum so far is relative to the old maximum: multiply it by exp(old - new). "
+        "The new terms are exp(z - new)."
     )
     check_values(totals[:3], exact[:3], "the sum of exponentials", advice)
     expect(
@@ -150,7 +180,7 @@ def check_online_softmax(answer: ModuleType, _: Any) -> None:
 
 
 def check_attention(answer: ModuleType, _: Any) -> None:
-    heads, T, hs = 2, 20, 24
+    heads, T, hs = 3, 20, 32
     q, k, v = (draw_normal(heads, T, hs, seed=i) for i in range(3))
     q[0, 5] = 40 * k[0, 5]  # a score above 88 overflows exp in fp32
     buffers = Buffers()
@@ -205,7 +235,13 @@ def check_layer_norm_backward(answer: ModuleType, _: Any) -> None:
     exact_dx, exact_dw, exact_db = (leaf.grad for leaf in leaves)
     assert exact_dx is not None and exact_dw is not None and exact_db is not None
     mean, rstd = x.mean(1), 1 / (x.var(1, correction=0) + 1e-5).sqrt()
-    variants = ((False, True, False), (True, True, False), (False, False, False), (False, True, True))
+    variants = (
+        (False, True, False),
+        (True, True, False),
+        (False, False, False),
+        (False, True, True),
+        (False, False, True),
+    )
     for with_dtotal, has_bias, atomic in variants:
         buffers = Buffers()
         dx, sums = buffers.allocate(M, N), buffers.allocate(1 if atomic else 2, 1 + has_bias, N)

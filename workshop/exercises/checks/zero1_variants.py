@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -27,7 +28,20 @@ def split_weights(weights: Tensor) -> list[Tensor]:
 
 
 def check_naive(answer: ModuleType, expected: dict[str, Any]) -> None:
-    result = train_sharded(NaiveZero1Optimizer)
+    made: list[NaiveZero1Optimizer] = []
+
+    def make(*args: Any, **kwargs: Any) -> NaiveZero1Optimizer:
+        made.append(NaiveZero1Optimizer(*args, **kwargs))
+        return made[0]
+
+    result = train_sharded(make)
+    local = sum(p.numel() for group in made[0].local_optimizer.param_groups for p in group["params"])
+    owned = sum(p.numel() for p, owner in made[0].owner.items() if owner == dist.get_rank())
+    expect(
+        local == owned,
+        f"The local optimizer has {local} elements after the step, and this rank owns {owned}: it has the state of all "
+        'parameters. Copy every option of a group except "params".',
+    )
     weights, traffic = result["weights"], result["traffic"]
     check_same_on_all_ranks(
         weights,
@@ -98,13 +112,14 @@ def check_zero2(answer: ModuleType, expected: dict[str, Any]) -> None:
     expect(
         is_close(ratio, 1.0, 1e-4),
         f"The gradient norm of step 0 is {ratio:.3f} times that of one process. Each micro-batch reduces its own "
-        "gradient: add this rank's slice of every average to local_grads.",
+        "gradient: set param.grad to None in start_reduce. In add_average, wait, and add this rank's slice of every "
+        "average to local_grads in place, because the shards are views of it.",
     )
     ratio = result["norms"][1] / expected["norms"][1]
     expect(
         is_close(ratio, 1.0, 1e-4),
         f"The gradient norm of step 1 is {ratio:.3f} times that of one process, and step 0 was right: the gradients "
-        "of step 0 are still in local_grads. Set them to zero in clear_gradients.",
+        "of step 0 are still in local_grads. Set them to zero in clear_gradients, in place.",
     )
     reduced, gathered = (result["traffic"][kind][1] for kind in ("reduce-scatter", "all-gather"))
     expect(
