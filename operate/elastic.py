@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> int:
         if getattr(config, "fsdp_shard_size", "") == "node" and ranks > elastic.gpus and ranks % elastic.gpus:
             raise ConfigError(
                 f"with {nodes} nodes, {ranks} ranks train, but --fsdp_shard_size=node needs equally many on each node: "
-                "use --fsdp_shard_size=all, or a number of micro-batches that all ranks can divide"
+                f"use --fsdp_shard_size=all, or a multiple of {nodes * elastic.gpus} for --gradient_accumulation_steps"
             )
         check_run(config, ranks, elastic.gpus)
         check_memory(config, ranks, elastic.gpus)

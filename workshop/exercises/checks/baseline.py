@@ -220,6 +220,11 @@ def check_train_step(answer: ModuleType, expected: list[dict[str, float]]) -> No
             "Loss and norm are right, but the updated weights differ from one process: clip the gradients by the "
             "global norm before the optimizer's step.",
         )
+    check_scaled_step(answer, expected[0], run)
+
+
+def check_scaled_step(answer: ModuleType, expected: dict[str, float], run: Runtime) -> None:
+    """Check a step in which the loss is scaled, as with float16."""
     model, scaler = build_model(), LossScaler(True)
     optimizer, parallel = configure_optimizer(model, STEP_CONFIG), DDP(model)
     with (
@@ -230,8 +235,7 @@ def check_train_step(answer: ModuleType, expected: list[dict[str, float]]) -> No
     expect(scale_loss.called, "float16 needs a scaled loss: call scaler.scale_loss before the backward pass.")
     expect(scaler_step.called, "After an overflow, float16 must skip the step: call scaler.step(optimizer, norm).")
     expect(
-        is_close(float(norm) / expected[0]["norm"], 1.0, 1e-4)
-        and is_close(sum_squares(model), expected[0]["weight"], 1e-6),
+        is_close(float(norm) / expected["norm"], 1.0, 1e-4) and is_close(sum_squares(model), expected["weight"], 1e-6),
         "With a scaled loss, the norm or the updated weights are wrong: divide the norm by scaler.scale, and call "
         "scaler.unscale_grads before you clip.",
     )
