@@ -79,8 +79,8 @@ def check_values(actual: Tensor, expected: Tensor, name: str, advice: str, toler
     """Check a result, and describe a wrong one by the kind of its error."""
     expect(
         not actual.isnan().any(),
-        f"{name} contains NaN: the kernel has not written all elements, has used lanes of a masked load without `other`, "
-        f"or has computed inf - inf or 0 / 0. {advice}",
+        f"{name} contains NaN: the kernel has not written all elements, has used lanes of a masked load without "
+        f"`other`, or has computed inf - inf or 0 / 0. {advice}",
     )
     error = (actual.double() - expected.double()).abs().max().item()
     expect(is_close(actual, expected, tolerance), f"The max error of {name} is {error:.1e}. {advice}")
