@@ -116,6 +116,8 @@ class OwnText:
         rest, is_first = "", True
         with open(file, encoding="utf-8-sig") as stream:  # without a byte order mark, and with \n for every line end
             while block := stream.read(PIECE):
+                if "\0" in block:
+                    raise ConfigError(f"{file} has NUL characters, as UTF-16 has: convert it to UTF-8, or remove them")
                 rest += block
                 ends = [match.start() for match in LINE_START.finditer(rest)]
                 if len(rest) > LONGEST_LINE and not ends:

@@ -176,6 +176,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "short": (lambda folder: write(folder / "a.txt", b"short"), "char", "has 5 characters of text: use at least 100"),
     "field": (lambda folder: write(folder / "a.jsonl", {"body": POEM}), "char", "0 characters .* or correct --field"),
     "encoding": (lambda folder: write(folder / "a.txt", b"\xff" * 200), "char", "a.txt is not UTF-8 .*grep -naxv"),
+    "UTF-16": (lambda folder: write(folder / "a.txt", "abc".encode("utf-16-le")), "char", "a.txt has NUL characters"),
     "tokenizer": (lambda folder: write(folder / "a.txt", POEM.encode()), "char2", "is neither char, nor gpt2"),
     "parquet": (lambda folder: write(folder / "a.parquet", b"x" * 200), "char", "has no readable column `text`"),
 }
