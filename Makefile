@@ -88,7 +88,7 @@ BENCH_kernels = bench.gpu --to=out/kernels-$(shell date +%s) --only=times $(if $
 BENCH_torture := bench.checkpoints.torture
 
 ##@ start
-setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch
+setup: .venv/.core  ## create .venv and install the project into it; TORCH=cpu selects the CPU build of PyTorch, TORCH=auto the one for the driver
 data: $(if $(INPUT),.venv/.core,$(PREPARED))  ## prepare Shakespeare, synthetic text and DATASET; or INPUT=your text, NAME=, TOKENIZER=
 	@$(if $(INPUT),$(PY) -m nanoGPT.prepare.own_text $(call QUOTED,--input=$(INPUT)) $(if $(NAME),$(call QUOTED,--name=$(NAME))) $(if $(TOKENIZER),$(call QUOTED,--tokenizer=$(TOKENIZER))) $(if $(FIELD),$(call QUOTED,--field=$(FIELD))),$(CHECK_DATASET))
 doctor:  ## check this machine and the environment; each problem has a remedy; also runs before make setup

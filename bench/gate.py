@@ -233,7 +233,7 @@ def check_speed(trial: Trial, predicted: RunPrediction) -> Check:
     baseline, phase = (statistics.median(read_rates(lines)) for lines in trial.lines)
     finding = f"{phase:,.0f} tokens per second, {phase / baseline:.2f} x DDP; "
     tokens = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    if find_gpu() is None:
+    if find_gpu(config.device) is None:
         return Check(subject, "skip", f"{finding}no limit, because the planner does not know this device")
     limit = SPEED_MARGIN * tokens / predicted.step_seconds
     remedy = f"profile a step: make profile PHASE={trial.runs[1].phase}"
@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> int:
     trials = build_trials(phase, ranks, words, out_dir)
     checks: list[Check] = []
     for trial in trials:
-        predicted = predict_run(trial.config, phase, ranks, detect_hardware())
+        predicted = predict_run(trial.config, phase, ranks, detect_hardware(trial.config.device))
         failure = execute_trial(trial)
         checks += [failure] if failure else check_trial(trial, predicted)
     width = max(len(check.subject) for check in checks)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPTConfig
-from nanoGPT.muon import MuonWithAdamW
+from nanoGPT.options.muon import MuonWithAdamW
 from nanoGPT.train_config import TrainConfig
 
 

@@ -28,7 +28,7 @@ from nanoGPT.train_config import TrainConfig
 
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened
 MAX_OPEN_FILES = 32768  # more than any dataset has shards, and fewer than macOS allows
-SAMPLING = "nanoGPT.sampling"  # loaded only for mixtures and epochs
+SAMPLING = "nanoGPT.options.sampling"  # loaded only for mixtures and epochs
 TRAIN, EVALUATE = 0, 1  # the purpose of a batch, which is part of its random key
 
 

@@ -321,7 +321,7 @@ def check_buffers(model: nn.Module) -> None:
 
 # ---- the models that `--model` names
 
-MODULES = {"gpt2": "nanoGPT.model", "llama": "nanoGPT.llama"}
+MODULES = {"gpt2": "nanoGPT.model", "llama": "nanoGPT.options.llama"}
 
 
 def find_architecture(name: str) -> ModuleType:

@@ -29,7 +29,7 @@ def configure_adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 def configure_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Return the optimizer that `config.optimizer` names."""
     if config.optimizer == "muon":
-        return import_optional("nanoGPT.muon", "--optimizer=muon").configure_muon(model, config)
+        return import_optional("nanoGPT.options.muon", "--optimizer=muon").configure_muon(model, config)
     return configure_adamw(model, config)
 
 

@@ -82,6 +82,11 @@ KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         "let every rank use all parameters in each step (docs/models.md), or use phase 1, which skips unused ones",
     ),
     (
+        r"(Permission denied|Read-only file system): '[^']*\.triton",
+        "Triton cannot write its compiled kernels",
+        "set TRITON_CACHE_DIR to a directory that you can write to",
+    ),
+    (
         r"out of resource: shared memory",
         "a Triton kernel needs more shared memory than a multiprocessor of this GPU has",
         "remove that kernel from --kernels, or use --kernels=none",

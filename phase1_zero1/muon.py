@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from nanoGPT.muon import assign_owners, count_multiplications, muon_groups
+from nanoGPT.options.muon import assign_owners, count_multiplications, muon_groups
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import Bucket, Options, Shard
 from phase1_zero1.zero1 import Zero1Optimizer
@@ -59,6 +59,6 @@ class Zero1Muon(Zero1Optimizer):
 
 
 def sharded_muon_groups(model: nn.Module, config: TrainConfig) -> list[Options]:
-    """Return the groups of `nanoGPT.muon.configure_muon` for `Zero1Muon`. It shards all other parameters with AdamW."""
+    """Return the groups of `configure_muon` for `Zero1Muon`, which shards all other parameters with AdamW."""
     matrices, others = muon_groups(model, config)
     return [{**optim.Muon([torch.zeros(1, 1)]).defaults, **matrices, "has_owners": True}, *others]

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from nanoGPT.costs import storage_bytes
 from nanoGPT.dataset import TRAIN, TokenData, to_device
+from nanoGPT.distributed.sharding import run_closure
 from nanoGPT.job.command import command_line, read_launched_ranks, report_errors
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.muon import assign_owners  # Muon assigns its matrices in the same way
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
-from nanoGPT.shared_optimizer import run_closure
+from nanoGPT.options.muon import assign_owners  # Muon assigns its matrices in the same way
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import check_frozen
 from phase1_zero1.protocol import DataParallelOptimizer
@@ -125,8 +125,9 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
         micro_batches: per step, in total over all ranks.
     """
     rank, ranks = read_launched_ranks(micro_batches)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     config = TrainConfig()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanoGPT.shared_optimizer import SharedOptimizer
+from nanoGPT.distributed.sharding import SharedOptimizer
 
 
 class DataParallelOptimizer(SharedOptimizer):

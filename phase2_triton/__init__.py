@@ -11,7 +11,8 @@ import os
 
 import torch
 
-# Call device_count(), not is_available(): the latter initializes CUDA, and processes forked later could not use it.
-if not torch.cuda.device_count():
+# is_available() would initialize CUDA, and processes forked later could not use it. So does device_count() with a MIG
+# slice, which is part of a GPU.
+if not os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") and not torch.cuda.device_count():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -95,7 +95,8 @@ def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size:
         kernels: the value of the flag.
         device_type: the type of the device that the model runs on.
         is_compiled: whether torch.compile compiles the model.
-        head_size: channels of an attention head. auto leaves out attention if its kernel does not support them.
+        head_size: channels of an attention head. auto leaves out attention if its kernel does not support them, or if
+            the GPU has too little shared memory for it.
 
     Returns:
         none, all (which phases 1 and 3 call triton) or a list of kernels.
@@ -106,7 +107,9 @@ def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size:
     if device_type != "cuda":
         return "none"
     names = AUTO_COMPILED if is_compiled else AUTO_EAGER
-    return ",".join(name for name in names if name != "attention" or head_size <= MAX_HEAD_SIZE)
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    has_attention = head_size <= MAX_HEAD_SIZE and not is_old
+    return ",".join(name for name in names if name != "attention" or has_attention)
 
 
 def parse_kernels(

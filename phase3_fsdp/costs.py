@@ -30,7 +30,7 @@ from nanoGPT.costs import Costs, optimizer_bytes, ring_bytes
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPT
-from nanoGPT.muon import assign_owners, count_multiplications, muon_groups
+from nanoGPT.options.muon import assign_owners, count_multiplications, muon_groups
 from phase3_fsdp.fsdp import FsdpConfig
 
 CollectiveBytes = Counter[tuple[str, int]]  # bytes of the full tensors, by collective and number of ranks

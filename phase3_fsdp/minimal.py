@@ -27,9 +27,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 def join_ranks() -> torch.device:
-    """Join the process group of torchrun (NCCL on GPUs, else gloo), and return the device of this rank."""
+    """Join the process group of torchrun, and return the device of this rank.
+
+    The ranks use NCCL if each of them has a GPU, else gloo on the CPU.
+    """
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():

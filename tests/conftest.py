@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema would build a grammar for a second
     gc.disable()  # imports leave no garbage behind, and each search for it visits a million objects
     import torch

@@ -30,8 +30,9 @@ IGNORED = ["out/", "build/", "__pycache__/", "*.egg-info/", ".venv/", "nanoGPT/d
 IGNORED.append("nanoGPT/data/.downloads/")
 # Modules of a phase: its programs, and those that a flag loads. The modules that they import are copied, too.
 PHASE_MODULES = ("train", "evaluate", "minimal", "naive", "backends", "muon")
-CORE_MODULES = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.llama", "nanoGPT.muon", "nanoGPT.sampling"]
-CORE_MODULES += ["nanoGPT.checkpoint.verify", "nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
+CORE_MODULES = ["nanoGPT.sample", "nanoGPT.export", "nanoGPT.checkpoint.verify"]
+CORE_MODULES += [f"nanoGPT.options.{name}" for name in ("llama", "muon", "sampling")]
+CORE_MODULES += ["nanoGPT.prepare.text", "nanoGPT.prepare.own_text"]
 ADDITIONS = ("operate", "measure", "phase2_triton")  # phase2_triton: for --kernels in another phase
 LESSONS = {
     "nanoGPT": "`nanoGPT/distributed/ddp.py` averages the gradients with DDP.",

@@ -2,6 +2,7 @@
 
     python3 workshop/set_up.py core                # install the packages for training
     python3 workshop/set_up.py core --torch=cpu    # the same, with the CPU build of PyTorch (smaller download on Linux)
+    python3 workshop/set_up.py core --torch=auto   # the same, with the build for the driver of this machine
     python3 workshop/set_up.py pytest              # also install pytest, for make check-ptx
     python3 workshop/set_up.py dev                 # also install the packages for the tests
     python3 workshop/set_up.py notebooks           # also install Jupyter
@@ -45,7 +46,7 @@ GOALS = {
 }
 CONSTRAINTS = ("--constraint", "constraints.txt")
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *CONSTRAINTS)
-INSTALL_FOR_CPU = ("-m", "uv", "pip", "install", "--quiet", "--torch-backend", "cpu", *CONSTRAINTS)
+INSTALL_BUILD = ("-m", "uv", "pip", "install", "--quiet", *CONSTRAINTS)
 RUN_AGAIN = "then run the same command again"
 CHECK_PYTHON = (
     "import os, sys, pip; sys.exit(sys.version_info < (3, 11) or not os.path.samefile(sys.prefix, sys.argv[1]))"
@@ -215,14 +216,17 @@ def package_times() -> list[int]:
     return [path.stat().st_mtime_ns for path in VENV.glob("lib/python*/site-packages")]
 
 
-def install_torch_for_cpu(lock: int) -> None:
-    """Install the CPU build of PyTorch, which pip cannot select on Linux. uv knows the index that has it.
+def install_torch(build: str, lock: int) -> None:
+    """Install a build of PyTorch that pip cannot select on Linux: cpu, a CUDA such as cu126, or auto for the driver's.
+
+    uv knows the index that has it.
 
     Raises:
         SetUpError: pip or uv failed.
     """
     run_step("installing uv", [PYTHON, *INSTALL, "uv"], lock)
-    run_step("installing the CPU build of PyTorch", [PYTHON, *INSTALL_FOR_CPU, "--python", PYTHON, "torch"], lock)
+    options = ("--torch-backend", build, "--python", PYTHON)
+    run_step(f"installing PyTorch for {build}", [PYTHON, *INSTALL_BUILD, *options, "torch"], lock)
 
 
 def install(goal: str, torch_build: str, lock: int) -> None:
@@ -235,8 +239,8 @@ def install(goal: str, torch_build: str, lock: int) -> None:
     before = package_times()
     offline: list[str | Path] = ["--no-index", "--find-links", BUNDLE / "wheels"] if BUNDLE.is_dir() else []
     try:
-        if torch_build == "cpu" and not has_torch() and not offline:
-            install_torch_for_cpu(lock)
+        if torch_build != "default" and not has_torch() and not offline:
+            install_torch(torch_build, lock)
         run_step("pip install", [PYTHON, *INSTALL, *offline, "--editable", GOALS[goal][0]], lock)
     except (SetUpError, KeyboardInterrupt):
         if CORE.exists() and package_times() == before:
@@ -293,6 +297,6 @@ def main(goal: str, torch_build: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Create .venv and install the project into it.")
     parser.add_argument("goal", choices=GOALS)
-    parser.add_argument("--torch", default="default", choices=("default", "cpu"), help="build of PyTorch")
+    parser.add_argument("--torch", default="default", help="build of PyTorch: cpu, a CUDA such as cu126, or auto")
     options = parser.parse_args()
     sys.exit(main(options.goal, options.torch))

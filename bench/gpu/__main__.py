@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,9 @@ def list_tasks(is_dry: bool) -> list[Task]:
     tasks.append(Task("options.muon", 150, ("phase3", "gpt2", {"optimizer": "muon"})))
     tasks.append(Task("options.zero_2", 150, ("phase1", "gpt2", {"zero_stage": 2})))
     tasks += list_throughput("gpt2-xl", 330)
-    if not is_dry:
+    if is_dry:
+        tasks = [replace(task, seconds=60) for task in tasks]
+    else:
         profiler = ("-m", "bench.profile_step")
         trainers = {"baseline": "nanoGPT/train.py", "phase3": "phase3_fsdp/train.py"}
         tasks += [Task(f"profile.{phase}", 300, words=(*profiler, trainer)) for phase, trainer in trainers.items()]
@@ -192,6 +194,8 @@ def run_tasks(tasks: list[Task], place: Place, minutes: float, is_retried: bool)
         states.setdefault(record["state"], []).append(task.name)
     for state, names in states.items():
         print(f"{len(names)} {state}{'' if state == 'done' else ': ' + ', '.join(names)}")
+    if "left" not in states:
+        print("nothing is left")
     return 1 if "failed" in states else 0
 
 

@@ -1,6 +1,6 @@
 """Predict the memory and the time of one run, from its configuration and the hardware of this machine.
 
-    predicted = predict_run(config, "phase3", ranks=4, gpu=detect_hardware())
+    predicted = predict_run(config, "phase3", ranks=4, gpu=detect_hardware(config.device))
     predicted.step_seconds, predicted.peak_bytes
 
 The full model is traced (`bench/plan/trace.py`). `make plan` compares phases and batch sizes instead.
@@ -94,9 +94,9 @@ def vocabulary_size(config: TrainConfig) -> int:
     return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)
 
 
-def find_gpu() -> Gpu | None:
-    """Return this machine's GPU; None if it has none, or if the planner does not know it."""
-    if not torch.cuda.is_available():
+def find_gpu(device: str) -> Gpu | None:
+    """Return the GPU of a run with this `--device`; None if it uses none, or if the planner does not know it."""
+    if device == "cpu" or not torch.cuda.is_available():
         return None
     device_name = torch.cuda.get_device_name().lower().replace(" ", "")
     gib = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -104,10 +104,13 @@ def find_gpu() -> Gpu | None:
     return next(matches, None)
 
 
-def detect_hardware() -> Gpu:
-    """Return this machine's GPU; a T4 if the planner does not know it. Without a GPU, measure the CPU (0.5 s)."""
-    if torch.cuda.is_available():
-        return find_gpu() or GPUS["t4"]
+def detect_hardware(device: str) -> Gpu:
+    """Return the GPU of a run with this `--device`; a T4 if the planner does not know it.
+
+    If the run uses no GPU, measure the CPU (0.5 s).
+    """
+    if device != "cpu" and torch.cuda.is_available():
+        return find_gpu(device) or GPUS["t4"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a rank on a CPU uses one thread
     try:

@@ -112,7 +112,7 @@ def find_existing_parent(path: Path) -> Path:
 
 def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) -> Check:
     """Compare the memory that the planner predicts with the memory of the devices, and report the predicted time."""
-    gpu = detect_hardware()
+    gpu = detect_hardware(config.device)
     predicted = predict_run(config, phase, ranks, gpu)
     tokens = config.gradient_accumulation_steps * config.batch_size * config.block_size
     hours = config.max_iters * predicted.step_seconds / 3600
@@ -123,7 +123,7 @@ def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) ->
         gib = torch.cuda.get_device_properties(0).total_memory / GIB  # the planner may not know this GPU
         space: float | None = usable_bytes(replace(gpu, gib=gib))
         needed = predicted.peak_bytes
-        finding += "" if find_gpu() else " (speed of a T4: the planner does not know this GPU)"
+        finding += "" if find_gpu(config.device) else " (speed of a T4: the planner does not know this GPU)"
     else:
         space, needed = read_available_memory(), local_ranks * predicted.peak_bytes
     if space is not None and needed > space:

@@ -157,7 +157,7 @@ def run_checks(run: Runtime, out_dir: Path, bytes_per_save: int) -> list[Check]:
     folder = Path(run.call_on_rank0(lambda: str(find_existing_parent(out_dir).absolute())))
     checks = []
     if run.world_size > 1:
-        checks += [check_collectives(run), check_bandwidth(run, find_gpu()), check_slowest_rank(run)]
+        checks += [check_collectives(run), check_bandwidth(run, find_gpu(run.device.type)), check_slowest_rank(run)]
         checks.append(check_shared_directory(run, folder))
     return [*checks, check_write_speed(run, folder, bytes_per_save)]
 

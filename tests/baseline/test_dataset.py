@@ -21,10 +21,10 @@ from nanoGPT.dataset import EVALUATE, TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.model import GPTConfig
+from nanoGPT.options.sampling import parse_mixture, permute
 from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, load_tokenizer
-from nanoGPT.sampling import parse_mixture, permute
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.training import tiny
 from workshop.ranks import run_on_ranks

@@ -46,7 +46,7 @@ def check(trial: Trial, predicted: RunPrediction = PREDICTED) -> dict[str, str]:
 def test_a_good_run_passes(good_trial, monkeypatch):
     """All checks pass. The speed has no limit on a CPU. A run that needs more memory or time than predicted fails."""
     assert check(good_trial) == {name: "skip" if name == "speed" else "pass" for name in NAMES}
-    monkeypatch.setattr("bench.gate.find_gpu", lambda: GPUS["t4"])
+    monkeypatch.setattr("bench.gate.find_gpu", lambda device: GPUS["t4"])
     assert check(good_trial, replace(PREDICTED, step_seconds=1e3))["speed"] == "pass"
     worse = check(good_trial, RunPrediction(step_seconds=1e-9, peak_bytes=1000))
     assert [name for name, result in worse.items() if result == "fail"] == ["memory", "speed"]

@@ -23,7 +23,7 @@ def test_a_dry_run_measures_everything_once(tmp_path, capsys):
     records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
     assert {record["state"] for record in records} == {"done"} and all(record["result"] for record in records)
     capsys.readouterr()
-    assert main(words) == 0 and capsys.readouterr().out == f"{len(names)} done\n"
+    assert main(words) == 0 and capsys.readouterr().out == f"{len(names)} done\nnothing is left\n"
     with pytest.raises(ConfigError, match="has no results of a GPU"):
         main([*words, "--report"])
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from bench.checks import Check, has_failed
@@ -78,7 +79,11 @@ def test_an_old_driver_answers_too(tmp_path, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_fails(tmp_path, monkeypatch):
-    """The disk must have space for all checkpoints that are kept, and the memory for all ranks of the node."""
+    """The disk must have space for all checkpoints that are kept, and the memory for all ranks of the node.
+
+    A run on the CPU of a machine with a GPU is compared with the memory of the CPU.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = tiny("phase3_fsdp", tmp_path / "a" / "b", n_layer=1, gradient_accumulation_steps=2)
     assert node.check_disk(config, 10**6).result == "pass"
     assert node.check_disk(config, 10**12).result == "fail"

@@ -21,8 +21,8 @@ from measure.ledger import CollectiveCounter
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import storage_bytes
 from nanoGPT.distributed.runtime import create_runtime
-from nanoGPT.llama import LlamaConfig
 from nanoGPT.model import GPT, GPTConfig, ModelConfig
+from nanoGPT.options.llama import LlamaConfig
 from nanoGPT.sample import generate
 from tests.helpers.marks import mark_slow
 from tests.helpers.programs import DEADLINE, Program

@@ -17,8 +17,8 @@ from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.model import GPT, GPTConfig
-from nanoGPT.muon import configure_muon
 from nanoGPT.optim import param_groups
+from nanoGPT.options.muon import configure_muon
 from phase1_zero1.backends import DdpOptimizer
 from phase1_zero1.buckets import ELEMENTWISE
 from phase1_zero1.muon import Zero1Muon, sharded_muon_groups

@@ -151,6 +151,13 @@ def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_s
     assert line.startswith(f"kernels: auto selects {sharded}: ")
 
 
+def test_auto_leaves_out_attention_on_an_old_gpu(monkeypatch):
+    """The attention kernel needs more shared memory than a GPU older than Ampere has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert parse_kernels(select_kernels("auto", "cuda", False, 64)) == set(KERNELS) - {"adamw", "attention"}
+
+
 @pytest.mark.slow
 def test_a_hundred_steps_match_the_baseline(tmp_path, device):
     """In 100 training steps with all kernels, every loss is within 1e-4 of the baseline's."""

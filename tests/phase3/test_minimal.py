@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import functional as F
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.llama import Llama, LlamaConfig
+from nanoGPT.options.llama import Llama, LlamaConfig
 from phase3_fsdp import minimal
 from tests.helpers.programs import Program
 from tests.helpers.training import TINY, gap, tiny, train

@@ -115,13 +115,13 @@ def test_a_device_that_the_machine_or_the_trainer_does_not_have_is_refused(monke
 
 def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
     """On a GPU without bfloat16, the error names the GPU and suggests float16. There, --dtype=auto selects float16."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    capabilities = {"cuda:0": (7, 5), "cuda:1": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[str(device)])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ConfigError, match=r"not supported by this GPU \(Tesla T4\): use --dtype=float16"):
         pick_dtype("bfloat16", torch.device("cuda", 0))
     assert pick_dtype("auto", torch.device("cuda", 0))[0] == torch.float16
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: not including_emulation)
-    assert pick_dtype("auto", torch.device("cuda", 0))[0] == torch.bfloat16
+    assert pick_dtype("auto", torch.device("cuda", 1))[0] == torch.bfloat16
     assert pick_dtype("auto", torch.device("cpu"))[0] == torch.float32
 
 

@@ -60,6 +60,11 @@ def test_imports_have_no_cycle():
     assert cycle == [], " -> ".join(cycle)
 
 
+def test_the_top_level_of_the_core_stays_small():
+    """The top level of nanoGPT/ is what a student reads: at most 14 modules. The others belong to a subpackage."""
+    assert len(list((ROOT / "nanoGPT").glob("*.py"))) <= 14
+
+
 def test_trainers_do_not_import_what_a_flag_loads():
     """The trainers import none of the modules that docs/layout.md lists as loaded by a flag, not even lazily.
 

@@ -14,9 +14,9 @@ from nanoGPT import export, sample
 from nanoGPT.checkpoint.sources import check_model, find_tied_names, read_weights
 from nanoGPT.errors import ConfigError
 from nanoGPT.job.parse import parse
-from nanoGPT.llama import LlamaConfig
 from nanoGPT.model import GPT, GPTConfig, make_shape
 from nanoGPT.observers import add_flags
+from nanoGPT.options.llama import LlamaConfig
 from nanoGPT.train_config import TrainConfig, validate
 from phase2_triton.apply import apply_kernels
 from tests.helpers.programs import assert_refused, make_flags, run_program
@@ -192,7 +192,7 @@ from typing import Literal
 
 import torch
 
-from nanoGPT.llama import Flags, Llama, LlamaConfig
+from nanoGPT.options.llama import Flags, Llama, LlamaConfig
 
 
 @dataclass

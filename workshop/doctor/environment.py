@@ -62,7 +62,10 @@ def check_torch() -> Check:
         if torch.version.cuda is None:
             remedy = "this is the CPU build: to use the GPU, delete .venv and run make setup without TORCH=cpu"
         else:
-            remedy = f"the driver does not support CUDA {torch.version.cuda}: update the driver"
+            remedy = (
+                f"the driver does not support CUDA {torch.version.cuda}: update it, or delete .venv and run make setup "
+                "TORCH=auto, which selects a build for the driver"
+            )
         return Check("PyTorch", "warn", f"{finding}; the GPU is not used", remedy)
     return Check("PyTorch", "pass", finding)
 
@@ -75,8 +78,8 @@ def check_triton() -> Check:
     from phase2_triton.kernels.layernorm import layer_norm
 
     device, mode = ("cpu", "interpreted") if is_interpreted() else ("cuda", "compiled")
-    x, weight = torch.randn(3, 40, device=device), torch.ones(40, device=device)
     try:
+        x, weight = torch.randn(3, 40, device=device), torch.ones(40, device=device)
         torch.testing.assert_close(layer_norm(x, weight), F.layer_norm(x, (40,)), rtol=0.0, atol=1e-5)
     except Exception as failure:  # Triton raises many kinds of errors
         finding = f"a kernel ({mode}) failed: {str(failure).strip().partition(chr(10))[0]}"

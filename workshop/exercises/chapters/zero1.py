@@ -242,7 +242,7 @@ EXERCISES = [
     Exercise(
         name="zero1.8",
         title="Assign parameters to ranks evenly",
-        targets=("nanoGPT.muon:assign_owners",),
+        targets=("nanoGPT.options.muon:assign_owners",),
         task="""If each rank owns full parameters, the slowest rank decides how long a step takes. Return one owner
         per parameter, so that the largest total cost of a rank is small.""",
         minutes=10,
