@@ -190,12 +190,11 @@ def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
             f"--fsdp_shard_size=node needs the same number of ranks on every node, but the nodes have "
             f"{' and '.join(map(str, sizes))}: use --fsdp_shard_size=all"
         )
-    if num_shards == run.world_size:
-        return init_device_mesh(run.device.type, (num_shards,), mesh_dim_names=("shard",))
-    shape = (run.world_size // num_shards, num_shards)
-    mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    replicas = run.world_size // num_shards
+    sizes = {"replicate": replicas, "shard": num_shards} if replicas > 1 else {"shard": num_shards}
+    mesh = init_device_mesh(run.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if run.timeout:
-        for group in mesh.get_all_groups():  # torch creates them with its default timeout
+        for group in mesh.get_all_groups():  # torch creates new groups with its default timeout
             dist.distributed_c10d._set_pg_timeout(run.timeout, group)
     return mesh
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evaluation import arc, scores
-from evaluation.generation import Sampling
+from evaluation.generation import Sampling, Task
 from evaluation.identity import digest_files
 from evaluation.problems import ArcProblem, TextProblem, is_match, read_problems
 from evaluation.progress import Progress, read_lines
@@ -148,6 +148,14 @@ def test_answers_match(text, wanted, match, is_right):
 def test_a_tiny_temperature_chooses_the_likeliest_token():
     """A division by it would give infinite logits."""
     assert Sampling(1e-309).choose(torch.tensor([[0.0, 2.0, 1.0]]), []) == [1]
+
+
+def test_tokens_are_drawn_by_their_probability():
+    """4,000 draws have the frequencies of the softmax at this temperature."""
+    logits = torch.tensor([0.0, 1.0, -torch.inf, 2.0])
+    draws = [Sampling(0.5).sample(logits, Task(0, 0, [], 1), position) for position in range(4000)]
+    frequencies = torch.tensor(draws).bincount(minlength=4) / 4000
+    torch.testing.assert_close(frequencies, (logits / 0.5).softmax(0), rtol=0, atol=0.03)
 
 
 def test_colors_are_digits_or_letters():
