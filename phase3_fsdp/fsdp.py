@@ -191,8 +191,8 @@ def create_mesh(config: FsdpConfig, run: Runtime) -> DeviceMesh:
             f"{' and '.join(map(str, sizes))}: use --fsdp_shard_size=all"
         )
     replicas = run.world_size // num_shards
-    sizes = {"replicate": replicas, "shard": num_shards} if replicas > 1 else {"shard": num_shards}
-    mesh = init_device_mesh(run.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    shape = {"replicate": replicas, "shard": num_shards} if replicas > 1 else {"shard": num_shards}
+    mesh = init_device_mesh(run.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     if run.timeout:
         for group in mesh.get_all_groups():  # torch creates new groups with its default timeout
             dist.distributed_c10d._set_pg_timeout(run.timeout, group)
