@@ -32,6 +32,14 @@ N :=
 LEVEL ?= 1
 ARGS ?=
 
+# A misspelled variable would have no effect.
+VARIABLES := PYTHON PY GPUS NNODES NODE_RANK MASTER_ADDR DEVICE TORCH CONFIG DATASET MODEL SUITE PHASE TO FROM WITH NODES PORT STORE
+VARIABLES += RUN NAME INPUT TOKENIZER FIELD N LEVEL ARGS $(if $(filter plan,$(MAKECMDGOALS)),GPU)
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name)))
+UNKNOWN := $(filter-out $(VARIABLES),$(GIVEN))
+$(if $(UNKNOWN),$(error $(UNKNOWN) is no variable of make $(MAKECMDGOALS): use $(filter-out PYTHON PY,$(VARIABLES)), flags in ARGS='--name=value ...', and environment variables before the word make))
+$(if $(filter data,$(MAKECMDGOALS)),$(if $(INPUT),,$(if $(NAME)$(TOKENIZER)$(FIELD),$(error NAME, TOKENIZER and FIELD describe a text: add INPUT=FILE))))
+
 PY := .venv/bin/python
 LAUNCH = $(PY) -m operate.launch --gpus=$(GPUS) --nnodes=$(NNODES) --node_rank=$(NODE_RANK) --master_addr=$(MASTER_ADDR)
 QUOTED = '$(subst ','\'',$(1))'
@@ -71,7 +79,7 @@ STALE := $(shell [ ! -e .venv/.unfinished ] && { { IFS= read -r root && IFS= rea
 .PRECIOUS: .venv/.core .venv/.pytest .venv/.dev .venv/.notebooks .venv/.book nanoGPT/data/%/meta.json
 
 .venv/.core: pyproject.toml constraints.txt $(STALE)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is missing or older than Python 3.11: run make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is missing or older than Python 3.11: install Python 3.11, and run make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) workshop/set_up.py core --torch=$(TORCH)
 
 .venv/.pytest .venv/.dev .venv/.notebooks .venv/.book: .venv/.core
@@ -151,7 +159,7 @@ matrix: .venv/.dev data  ## run every phase on 1, 2, 4 and 8 ranks, and the main
 	@$(PY) -m bench.tables
 suite: .venv/.dev data  ## run SUITE=scaling, memory, wrapping, depth, kernels, optimizers or seeds; resumes after a kill
 	@OMP_NUM_THREADS=1 $(PY) -m bench.suite --suite=$(SUITE) $(ARGS)
-bench: .venv/.dev data  ## measure NAME=kernels, or torture (kills of saves)
+bench: $(if $(BENCH_$(NAME)),.venv/.dev data)  ## measure NAME=kernels, or torture (kills of saves)
 	@test -n "$(BENCH_$(NAME))" || { echo "error: NAME=$(NAME) is not a benchmark: choose kernels or torture" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(PY) -m $(BENCH_$(NAME)) $(ARGS)
 gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repeat it until nothing is left

@@ -1,4 +1,4 @@
-"""FSDP written by hand, in about 130 lines of torch, for an nn.Module whose forward returns the loss.
+"""FSDP written by hand for an nn.Module whose forward returns the loss: `Unit` and `HandmadeFSDP`, about 130 lines.
 
     OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/by_hand.py
 

@@ -99,7 +99,7 @@ def main(phase: str, write: bool) -> int:
             print(f"{color.get(line[0], '')}{line}" + ("\033[0m" if color else ""))
         print()
     added = sum(len(hunk.added) for hunk in hunks)
-    print(f"{len(hunks)} hunks (at most {MAX_HUNKS} allowed), {added} added lines (at most {MAX_ADDED} allowed)")
+    print(f"{len(hunks)} hunks, {added} added lines")
     if write:
         (ROOT / phase / "IMPLEMENTATION.md").write_text(render_notes(phase))
     problems = find_problems(hunks)

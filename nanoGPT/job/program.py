@@ -43,7 +43,7 @@ def collect_flags(words: list[str]) -> Texts:
     for word in words:
         flag, equals, text = word.partition("=")
         if not flag.startswith("--"):
-            raise ConfigError(f"{word} is not a flag: write --name=value; --help lists all flags")
+            raise ConfigError(f"{word} is neither --name=value nor a config file (.py): --help lists all flags")
         texts.setdefault(flag.removeprefix("--").replace("-", "_"), []).append(text if equals else None)
     return texts
 

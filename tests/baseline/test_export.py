@@ -206,7 +206,7 @@ def test_no_sample_is_loaded_that_does_not_fit(runs, monkeypatch, capsys):
     monkeypatch.setattr(launch, "MAX_SAMPLED_PARAMS", 10)
     monkeypatch.setattr(sample, "main", lambda config: pytest.fail("the model is loaded"))
     launch.show_sample(TrainConfig(out_dir=str(runs["nanoGPT"])))
-    assert "parameters; for a sample: make sample ARGS=--out_dir=" in capsys.readouterr().out
+    assert "parameters; for a sample: make sample RUN=" in capsys.readouterr().out
     sample.check_model_fits(GPTConfig())
     with pytest.raises(ConfigError, match=r"need .* in fp32, but .*: use a machine with more memory"):
         sample.check_model_fits(GPTConfig(n_layer=10_000, n_embd=100_000))

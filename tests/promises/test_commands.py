@@ -210,11 +210,17 @@ def test_tokens_per_step_match_the_documents():
     assert tokens_per_step(["config/train_gpt2.py", "--device=cuda"]) == 491_520 == 12 * 40 * 1024  # as in nanoGPT
 
 
-@pytest.mark.parametrize("names", ["nope", "shakespeare:3,nope:1"])
-def test_make_refuses_an_unknown_dataset(names):
-    """`make data` with a misspelled DATASET lists the datasets, and does not claim that there is nothing to do."""
-    result = subprocess.run(["make", "data", f"DATASET={names}"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and "error: there is no prepared dataset nope: choose fineweb_edu, " in result.stderr
+UNKNOWN = {
+    "DATASET=shakespeare:3,nope:1": "error: there is no prepared dataset nope: choose fineweb_edu, ",
+    "DATSET=nope": "DATSET is no variable of make data: use GPUS ",
+}
+
+
+@pytest.mark.parametrize("variable", UNKNOWN)
+def test_make_refuses_an_unknown_dataset_or_variable(variable):
+    """`make data` lists the datasets or the variables, and does not claim that there is nothing to do."""
+    result = subprocess.run(["make", "data", variable], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and UNKNOWN[variable] in result.stderr
 
 
 @pytest.mark.parametrize("name", ["it's_char", 'naïve 书 "a" $x_char'])

@@ -177,4 +177,7 @@ def test_what_make_did_not_create_is_never_deleted(project, tmp_path):
             (project / ".venv").unlink()
     assert (project / ".venv/bin/python").exists()
     outcome = make(project, "setup", "PYTHON=/bin/false")
-    assert outcome.code == 2 and "/bin/false is missing or older than Python 3.11: run make setup" in outcome.output
+    assert (
+        outcome.code == 2
+        and "/bin/false is missing or older than Python 3.11: install Python 3.11, and run make setup" in outcome.output
+    )
