@@ -200,8 +200,8 @@ class Sampling:
         """Return the next token of each sequence, from their (B, V) fp32 logits."""
         if self.temperature < 1e-5:  # the likeliest token; a division would give infinite logits
             return logits.argmax(-1).tolist()
-        rows = logits.cpu()  # the same draws on every device
-        return [self.sample(row, each.task, len(each.ids)) for row, each in zip(rows, running, strict=True)]
+        rows = zip(logits.cpu(), running, strict=True)  # the same draws on every device
+        return [self.sample(row, each.task, len(each.ids)) for row, each in rows]
 
     def sample(self, logits: Tensor, task: Task, position: int) -> int:
         """Return a random next token of a task, from (V,) logits on the CPU.

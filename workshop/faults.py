@@ -228,7 +228,7 @@ def run_rank(name: str) -> None:
     run_trainer_program(trainer.train, trainer.Config, str(ROOT / fault.package / "train.py"))
 
 
-def main(name: str = "", as_rank_of: str = "") -> int:
+def main(name: str = "", as_rank_of: str = "") -> None:
     """Start a faulty run, or list the faults.
 
     Args:
@@ -240,7 +240,7 @@ def main(name: str = "", as_rank_of: str = "") -> int:
     if not name:
         width = max(map(len, FAULTS))
         print("\n".join(f"{each:<{width}}  {fault.description}" for each, fault in FAULTS.items()))
-        return 0
+        return
     if name not in FAULTS:
         raise ConfigError(
             f"NAME={name} is not a fault{did_you_mean(name, list(FAULTS)) or ': `make fault` lists all faults'}"
@@ -257,9 +257,8 @@ def main(name: str = "", as_rank_of: str = "") -> int:
         config.init_from = "resume"
     code = start_ranks(name, fault.ranks, config)
     print(f"the run ended with exit code {code}: find the cause with `make autopsy RUN={out_dir}`")
-    return 0
 
 
 if __name__ == "__main__":
     with report_errors():
-        sys.exit(command_line(main, sys.argv[1:]))
+        command_line(main, sys.argv[1:])

@@ -198,6 +198,11 @@ def summarize_trace(config: TrainConfig, job: Job, only_update: bool = False) ->
     return TraceSummary(traced.moments(), traced.costs.state, traced.costs.traffic, *works, traced.micro_batches)
 
 
+# At its peak an eager model has the logits in fp32, their gradient, and a result of the loss: 12 bytes per logit. A
+# compiled one without the loss kernel has only the gradient, in 16 bits.
+SAVED_PER_LOGIT = 10
+
+
 def loss_workspace(row: Row, job: Job, batch_size: int) -> int:
     """Return the bytes that the fused loss allocates inside its kernel, which a trace cannot see; 0 without it."""
     kernels = select_auto_kernels(row, job.shape)[1].get("kernels", "all" if row[0] == "phase2" else "none")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bench.plan.planner import HOST_GIB
+from bench.plan.planner import HOST_GIB, SAVED_PER_LOGIT
 from bench.plan.speed import (
     ATTENTION_EFFICIENCY,
     GIB,
@@ -70,15 +70,13 @@ def describe_overlap(result: dict[str, Any]) -> str:
 def describe_logits(result: dict[str, Any]) -> list[str]:
     """Return how much less memory a compiled model needs, as a line; no line for fp32.
 
-    At its peak an eager model has the logits in fp32, their gradient, and a result of the loss: 12 bytes per logit. A
-    compiled one has only the gradient, in 16 bits. On an H200 the corrected peaks were right within 1.2%
-    (docs/results.md).
+    On an H200 the corrected peaks were right within 1.2% (docs/results.md).
     """
     if result["dtype"] == "float32":
         return []
     logits = result["batch_size"] * result["shape"]["block_size"] * result["shape"]["vocab_size"]
     line = "The peaks are those of an eager model. A compiled one without the loss kernel needs up to"
-    return [f"{line} {10 * logits / GIB:,.2f} GiB less."]
+    return [f"{line} {SAVED_PER_LOGIT * logits / GIB:,.2f} GiB less."]
 
 
 ASSUMPTIONS = [

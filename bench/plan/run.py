@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bench.plan.planner import (
+    SAVED_PER_LOGIT,
     Job,
     estimate_step,
     find_peak,
@@ -69,9 +70,13 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     works, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels())
     seconds = traced.seconds(works, gpu.with_dtype(dtype), config.batch_size)
     _, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
-    peak = find_peak(traced.peaks(config.batch_size), loss_workspace(row, job, config.batch_size), row, micro_batches)
+    workspace = loss_workspace(row, job, config.batch_size)
+    peak = sum(find_peak(traced.peaks(config.batch_size), workspace, row, micro_batches).values())
+    is_eager = not config.compile or getattr(config, "ledger", False)  # the ledger measures an eager step
+    if not (is_eager or workspace or dtype == "float32"):
+        peak -= SAVED_PER_LOGIT * config.batch_size * shape.block_size * shape.vocab_size
     ranks_per_core = max(1.0, ranks / count_cores()) if is_cpu else 1.0
-    return RunPrediction(ranks_per_core * step_seconds, round(sum(peak.values())))
+    return RunPrediction(ranks_per_core * step_seconds, round(peak))
 
 
 def phase_options(config: TrainConfig) -> dict[str, Any]:

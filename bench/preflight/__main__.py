@@ -59,8 +59,12 @@ def check_ranks(config: TrainConfig, place: NodeConfig, phase: str, params: int)
         return [Check(**values) for values in json.loads(results.read_text())] if results.exists() else []
 
 
-def main(arguments: list[str]) -> int:
-    """Run all checks, print them, and return the exit code."""
+def main(arguments: list[str]) -> None:
+    """Run all checks, and print them.
+
+    Raises:
+        ConfigError: a check failed.
+    """
     arguments, trainer, trainer_arguments = split_arguments(arguments)
     place = command_line(NodeConfig, arguments)
     check_node_config(place)
@@ -85,9 +89,8 @@ def main(arguments: list[str]) -> int:
     print(f"\n{phase} on {place.world_size} rank(s): {summarize(checks)}")
     if has_failed(checks):
         raise ConfigError("a check failed: follow the remedies above before you start the run")
-    return 0
 
 
 if __name__ == "__main__":
     with report_errors():
-        sys.exit(main(sys.argv[1:]))
+        main(sys.argv[1:])

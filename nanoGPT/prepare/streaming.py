@@ -163,12 +163,12 @@ def write_token_shards(folder: Path, corpus: Corpus, progress: Progress) -> None
         progress.write_shard(folder, content, document)
     if not progress.splits["train"]:
         (folder / PROGRESS).unlink(missing_ok=True)  # a second attempt with other flags must not fail because of it
-        raise ConfigError(
-            f"{corpus.label} has too few tokens for a val and a train split: use more text, or a smaller --shard_tokens"
-        )
+        raise ConfigError(f"{corpus.label} has too few tokens for a val and a train split: use more text")
 
 
-def prepare_stream(folder: Path, corpus: Corpus, shard_tokens: int, max_tokens: int | None = None) -> None:
+def prepare_stream(
+    folder: Path, corpus: Corpus, shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None
+) -> None:
     """Prepare a dataset from a corpus of documents, unless it is already prepared.
 
     Args:
@@ -180,11 +180,8 @@ def prepare_stream(folder: Path, corpus: Corpus, shard_tokens: int, max_tokens: 
     Raises:
         ConfigError: the dataset cannot be prepared; the message says what to do.
     """
-    if shard_tokens < 2 or (max_tokens is not None and max_tokens <= min(shard_tokens, VAL_TOKENS)):
-        raise ConfigError(
-            f"--shard_tokens={shard_tokens} and --max_tokens={max_tokens} leave nothing to train on: use shards of 2 "
-            f"tokens or more, and more tokens than the first shard, which is val"
-        )
+    if max_tokens is not None and max_tokens <= min(shard_tokens, VAL_TOKENS):
+        raise ConfigError(f"--max_tokens={max_tokens} leaves nothing to train on: the val split alone has {VAL_TOKENS}")
     install_gpt2_vocabulary()
     source = {**corpus.identity, "shard_tokens": shard_tokens, "max_tokens": max_tokens}
 

@@ -4,7 +4,6 @@ Shakespeare's text is that of 39 plays in Markdown (`download.py`). `own_text.py
 """
 
 import hashlib
-import pickle
 import re
 import zipfile
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nanoGPT.errors import ConfigError
-from nanoGPT.files import DATA, write_atomically
+from nanoGPT.files import DATA
 from nanoGPT.prepare.directory import (
     META,
     choose_token_dtype,
@@ -108,12 +107,5 @@ def write_text(folder: Path, text: str, source: dict[str, Any], tokenizer: str) 
     dtype = choose_token_dtype(identity["vocab_size"])
     parts = {"train": text[:train_length], "val": text[train_length:]}
     ids = {name: np.array(encode(part), dtype) for name, part in parts.items()}
-    if tokenizer == "char":  # for nanoGPT's sample.py; this project does not read it
-        meta = {
-            "vocab_size": len(characters),
-            "itos": dict(enumerate(characters)),
-            "stoi": CharTokenizer(characters).ids,
-        }
-        write_atomically(folder / "meta.pkl", pickle.dumps(meta))
     splits = {name: [write_tokens(folder, f"{name}.bin", part)] for name, part in ids.items()}
     write_meta(folder, source, identity, splits)

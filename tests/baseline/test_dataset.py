@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import pickle
 import resource
 import shutil
 import subprocess
@@ -49,12 +48,6 @@ def test_tokens_decode_to_the_text(name):
 def test_gpt2_token_ids_match_the_published_ones():
     """The vocabulary from the downloaded package returns GPT-2's known token ids."""
     assert Gpt2Tokenizer().encode("Hello world<|endoftext|>") == [15496, 995, 50256]
-
-
-def test_meta_pkl_decodes_as_in_nanogpt():
-    """meta.pkl has the fields that nanoGPT's sample.py reads."""
-    meta = pickle.loads((DATA / "shakespeare_char" / "meta.pkl").read_bytes())
-    assert "".join(meta["itos"][meta["stoi"][c]] for c in "To be") == "To be" and meta["vocab_size"] == 75
 
 
 def test_a_wheel_with_a_wrong_hash_is_not_used(tmp_path, monkeypatch):

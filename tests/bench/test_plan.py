@@ -182,8 +182,20 @@ def test_a_run_is_predicted_as_in_a_plan(row, tmp_path):
 
 @pytest.mark.parametrize("phase", ["phase2", mark_slow(("phase3",))[0]])
 def test_kernels_auto_is_planned_as_its_selection(phase, tmp_path):
-    """For an H100, an eager run is planned with all kernels and a compiled one with the loss; for a CPU with none."""
-    fields = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 75, "device": "cpu"}
+    """For an H100, an eager run is planned with all kernels and a compiled one with the loss; for a CPU with none.
+
+    A compiled run without the loss kernel needs less memory for its logits than an eager one.
+    """
+    fields = {
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 32,
+        "block_size": 16,
+        "vocab_size": 75,
+        "device": "cpu",
+        "batch_size": 3,
+        "ledger": False,
+    }
     cpu = replace(H100, gib=1.0)
     every = {"phase2": "all", "phase3": "triton"}[phase]
 
@@ -193,6 +205,8 @@ def test_kernels_auto_is_planned_as_its_selection(phase, tmp_path):
 
     for expected, gpu, is_compiled in ((every, H100, False), ("loss", H100, True), ("none", cpu, False)):
         assert predict("auto", gpu, is_compiled) == predict(expected, gpu, is_compiled)
+    eager, compiled = (predict("none", H100, is_compiled).peak_bytes for is_compiled in (False, True))
+    assert eager - compiled == 10 * 3 * 16 * 75  # bytes per logit
 
 
 def test_the_workspace_of_the_fused_loss_counts_at_the_head():

@@ -24,23 +24,23 @@ WORK = ROOT / "work"
 LEVELS = (1, 2, 3)
 
 
-def list_exercises() -> int:
+def list_exercises() -> None:
     """Print the name, the title, the minutes and the difficulty of every exercise, and the core track."""
     for each in EXERCISES.values():
         print(f"{each.name:<14} {each.title} ({each.minutes} minutes, {each.difficulty})")
     minutes = sum(EXERCISES[name].minutes for name in CORE_TRACK)
     print(f"\ncore track, in this order, {minutes} minutes: {' '.join(CORE_TRACK)}")
-    return 0
 
 
-def start_exercise(name: str = "") -> int:
+def start_exercise(name: str = "") -> None:
     """Write the task and the stub of an exercise into work/, or list all exercises.
 
     Args:
         name: of the exercise; empty: list all exercises.
     """
     if not name:
-        return list_exercises()
+        list_exercises()
+        return
     exercise = find_exercise(name)
     path = WORK / exercise.file_name
     if path.exists():
@@ -48,7 +48,6 @@ def start_exercise(name: str = "") -> int:
     WORK.mkdir(exist_ok=True)
     write_atomically(path, render_file(exercise).encode())
     print(f"wrote work/{path.name}: read it, write your code, and check it with `make check N={name}`")
-    return 0
 
 
 def check_exercise(name: str = "") -> int:
@@ -70,7 +69,7 @@ def check_exercise(name: str = "") -> int:
     return 1
 
 
-def show_hint(name: str = "", level: int = 1) -> int:
+def show_hint(name: str = "", level: int = 1) -> None:
     """Print a hint.
 
     Args:
@@ -82,10 +81,9 @@ def show_hint(name: str = "", level: int = 1) -> int:
         raise ConfigError(f"LEVEL={level} is out of range: use 1, 2 or 3")
     hint = (exercise.nudge, exercise.idea, find_hint_line(exercise))[level - 1]
     print(f"{name}, hint {level} of 3: {hint}")
-    return 0
 
 
-def show_solution(name: str = "") -> int:
+def show_solution(name: str = "") -> None:
     """Print the repository's own code for an exercise, with its place.
 
     Args:
@@ -94,7 +92,6 @@ def show_solution(name: str = "") -> int:
     exercise = find_exercise(name)
     for target in map(find_target, exercise.targets):
         print(f"# {target.file.path.relative_to(ROOT)}:{target.line}\n{target.code}")
-    return 0
 
 
 def prove_exercises(name: str = "") -> int:
@@ -107,19 +104,13 @@ def prove_exercises(name: str = "") -> int:
     return 0 if prove_all(selected or [find_exercise(name)]) else 1
 
 
-def update_document() -> int:
-    """Write the tables of docs/exercises.md."""
-    write_document()
-    return 0
-
-
 COMMANDS = {
     "exercise": start_exercise,
     "check": check_exercise,
     "hint": show_hint,
     "solution": show_solution,
     "prove": prove_exercises,
-    "document": update_document,
+    "document": write_document,
 }
 
 
@@ -130,7 +121,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(
             f"{command or 'no command'} is unknown{did_you_mean(command, list(COMMANDS)) or ': use exercise'}"
         )
-    return int(command_line(COMMANDS[command], arguments[1:]))
+    return command_line(COMMANDS[command], arguments[1:]) or 0
 
 
 if __name__ == "__main__":

@@ -22,15 +22,12 @@ from workshop.site.sources import ROOT, append_contents, copy_documents, list_so
 OUT = ROOT / "out" / "book"
 
 
-def build_book(repository: str = "", to: Path = OUT) -> int:
+def build_book(repository: str = "", to: Path = OUT) -> None:
     """Build the site, and replace the directory `to` with it. If the build fails, the old site stays.
 
     Args:
         repository: URL of the repository, for links to source files; empty: no links.
         to: directory of the site.
-
-    Returns:
-        0.
 
     Raises:
         ConfigError: Sphinx is missing, or a document or a recording is damaged.
@@ -49,7 +46,6 @@ def build_book(repository: str = "", to: Path = OUT) -> int:
     size = sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
     pages = len(list(to.rglob("*.html")))
     print(f"{to / 'index.html'}: {pages} pages, {size / 1e6:.1f} MB, built in {time.monotonic() - begin:.0f} s")
-    return 0
 
 
 def write_sources(folder: Path, repository: str) -> None:
@@ -82,4 +78,4 @@ def run_sphinx(work: Path, repository: str) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        sys.exit(command_line(build_book, sys.argv[1:]))
+        command_line(build_book, sys.argv[1:])

@@ -11,20 +11,16 @@ import sys
 
 from nanoGPT.files import DATA
 from nanoGPT.job.command import command_line, report_errors
-from nanoGPT.prepare.directory import SHARD_TOKENS
 from nanoGPT.prepare.streaming import hub_corpus, prepare_stream
 
 
-def main(shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:
+def main(max_tokens: int | None = None) -> None:
     """Prepare FineWeb-Edu's sample.
 
     Args:
-        shard_tokens: tokens per shard file.
         max_tokens: stop after this many tokens.
     """
-    prepare_stream(
-        DATA / "fineweb_edu", hub_corpus("HuggingFaceFW/fineweb-edu", "sample-10BT"), shard_tokens, max_tokens
-    )
+    prepare_stream(DATA / "fineweb_edu", hub_corpus("HuggingFaceFW/fineweb-edu", "sample-10BT"), max_tokens=max_tokens)
 
 
 if __name__ == "__main__":

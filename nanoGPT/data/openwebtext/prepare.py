@@ -11,18 +11,16 @@ import sys
 
 from nanoGPT.files import DATA
 from nanoGPT.job.command import command_line, report_errors
-from nanoGPT.prepare.directory import SHARD_TOKENS
 from nanoGPT.prepare.streaming import hub_corpus, prepare_stream
 
 
-def main(shard_tokens: int = SHARD_TOKENS, max_tokens: int | None = None) -> None:
+def main(max_tokens: int | None = None) -> None:
     """Prepare OpenWebText.
 
     Args:
-        shard_tokens: tokens per shard file.
         max_tokens: stop after this many tokens.
     """
-    prepare_stream(DATA / "openwebtext", hub_corpus("Skylion007/openwebtext"), shard_tokens, max_tokens)
+    prepare_stream(DATA / "openwebtext", hub_corpus("Skylion007/openwebtext"), max_tokens=max_tokens)
 
 
 if __name__ == "__main__":
