@@ -91,7 +91,7 @@ def build_trials(phase: str, ranks: int, words: list[str], out_dir: Path) -> lis
     trials = []
     for name, steps in (("synthetic", SYNTHETIC_STEPS), ("dataset", REAL_STEPS)):
         fields: dict[str, Any] = {"dataset": name, "vocab_size": None} if name == "synthetic" else {}
-        steps = min(steps, count_steps(fields.get("dataset", config.dataset), config))
+        steps = min(steps, count_steps(name if fields else config.dataset, config))
         if uses_interpreter(config):
             steps = min(steps, config.max_iters)
         fields |= {"max_iters": steps, "eval_interval": steps, "log_interval": 10, "ledger": True}

@@ -188,12 +188,16 @@ def count_divided(model: nn.Module) -> int:
 
 
 def find_indivisible(model: nn.Module, ranks: int) -> str | None:
-    """Return the name of a layer whose features cannot be divided evenly among the ranks; None if there is none."""
+    """Return the name of a layer whose features cannot be divided evenly among the ranks; None if there is none.
+
+    A rank's part of a row of experts must be a multiple of 16 bytes, which torch's grouped products need.
+    """
     plan = find_plan(model)
     for name, module in model.named_modules():
         style = find_style(plan, name)
         if style == EXPERTS:
-            length = module.get_parameter("down_proj").shape[1 if module.is_transposed else 2]
+            weight = module.get_parameter("down_proj")
+            length = weight.shape[1 if module.is_transposed else 2] * weight.itemsize / 16
         elif style in ("colwise", "rowwise"):
             length = module.get_parameter("weight").shape[0 if style == "colwise" else 1]
         else:
