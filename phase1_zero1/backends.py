@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.distributed.sharding import run_closure
+from nanoGPT.shared_optimizer import run_closure
 from phase1_zero1.naive import NaiveZero1Optimizer
 from phase1_zero1.parallelize import Zero1Config
 from phase1_zero1.protocol import DataParallelOptimizer

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from nanoGPT.costs import storage_bytes
 from nanoGPT.dataset import TRAIN, TokenData, to_device
-from nanoGPT.distributed.sharding import run_closure
 from nanoGPT.job.command import command_line, read_launched_ranks, report_errors
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
 from nanoGPT.options.muon import assign_owners  # Muon assigns its matrices in the same way
+from nanoGPT.shared_optimizer import run_closure
 from nanoGPT.train_config import TrainConfig
 from phase1_zero1.buckets import check_frozen
 from phase1_zero1.protocol import DataParallelOptimizer

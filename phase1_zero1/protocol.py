@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanoGPT.distributed.sharding import SharedOptimizer
+from nanoGPT.shared_optimizer import SharedOptimizer
 
 
 class DataParallelOptimizer(SharedOptimizer):

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from nanoGPT.distributed.sharding import SharedOptimizer, run_closure
 from nanoGPT.optim import clip_grads, grad_norm
+from nanoGPT.shared_optimizer import SharedOptimizer, run_closure
 from phase1_zero1.buckets import (
     Bucket,
     Options,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nanoGPT.distributed.algorithms import AMPERE
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.model import GPT, MLP, Attention, Block, Cache
@@ -107,7 +108,7 @@ def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size:
     if device_type != "cuda":
         return "none"
     names = AUTO_COMPILED if is_compiled else AUTO_EAGER
-    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE
     has_attention = head_size <= MAX_HEAD_SIZE and not is_old
     return ",".join(name for name in names if name != "attention" or has_attention)
 

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nanoGPT.distributed.sharding import SharedOptimizer, local_shard, row_range, run_closure
+from nanoGPT.distributed.sharding import local_shard, row_range
 from nanoGPT.options.muon import MuonWithAdamW, assign_owners, configure_muon, count_multiplications
+from nanoGPT.shared_optimizer import SharedOptimizer, run_closure
 from nanoGPT.train_config import TrainConfig
 
 Received = Callable[[], Tensor]  # waits for an all-to-all, and returns what this rank received

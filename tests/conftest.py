@@ -43,7 +43,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select interpreted kernels for tests on the CPU, and start the server from which ranks are forked.
+    """For tests on the CPU, select interpreted kernels and hide the GPUs. Start the server from which ranks are forked.
 
     Triton reads the setting for kernels when it is imported. The process that only distributes tests to workers imports
     nothing, so that the workers start immediately.

@@ -259,7 +259,7 @@ def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     Raises:
         ConfigError: the GPU does not support bfloat16.
     """
-    has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere
     if name == "bfloat16" and not has_bf16:
         gpu = torch.cuda.get_device_name(device)
         raise ConfigError(f"--dtype=bfloat16 is not supported by this GPU ({gpu}): use --dtype=float16")

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nanoGPT.distributed.sharding import SharedOptimizer, run_closure
 from nanoGPT.optim import param_groups
+from nanoGPT.shared_optimizer import SharedOptimizer, run_closure
 from nanoGPT.train_config import TrainConfig
 
 Param = TypeVar("Param", bound=Tensor)

@@ -210,17 +210,20 @@ def test_tokens_per_step_match_the_documents():
     assert tokens_per_step(["config/train_gpt2.py", "--device=cuda"]) == 491_520 == 12 * 40 * 1024  # as in nanoGPT
 
 
-UNKNOWN = {
+REFUSED = {
+    "DATASET=nope": "error: there is no prepared dataset nope: choose fineweb_edu, ",
     "DATASET=shakespeare:3,nope:1": "error: there is no prepared dataset nope: choose fineweb_edu, ",
     "DATSET=nope": "DATSET is no variable of make data: use GPUS ",
+    "GPU=4": "GPU is no variable of make data: use GPUS ",
+    "NAME=nope": "NAME, TOKENIZER and FIELD describe a text: add INPUT=FILE",
 }
 
 
-@pytest.mark.parametrize("variable", UNKNOWN)
+@pytest.mark.parametrize("variable", REFUSED)
 def test_make_refuses_an_unknown_dataset_or_variable(variable):
-    """`make data` lists the datasets or the variables, and does not claim that there is nothing to do."""
+    """`make data` says what to use instead, and does not claim that there is nothing to do."""
     result = subprocess.run(["make", "data", variable], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and UNKNOWN[variable] in result.stderr
+    assert result.returncode == 2 and REFUSED[variable] in result.stderr
 
 
 @pytest.mark.parametrize("name", ["it's_char", 'naïve 书 "a" $x_char'])

@@ -100,7 +100,7 @@ def test_losses_do_not_depend_on_ranks_or_phase(ranks, runs, reference, need_ran
         assert gap(reference, common_steps) <= (1e-6 if is_exact else 1e-5), phase
 
 
-def test_the_validation_loss_is_the_mean_without_dropout(runs, need_ranks, device):
+def test_the_validation_loss_is_the_mean_without_dropout(runs, need_ranks):
     """The first evaluation is the mean loss of the initial model over 3 batches of the val split, without dropout.
 
     The test uses 2 ranks, because 3 batches are not divisible by 2.
@@ -113,7 +113,7 @@ def test_the_validation_loss_is_the_mean_without_dropout(runs, need_ranks, devic
     batch_losses = [model(*data.batch("val", EVALUATE, 0, index)).item() for index in range(3)]
     for phase in PHASES:
         val_loss = read_metric(runs(2) / f"{phase} validated", "val_loss")[0]
-        assert val_loss == pytest.approx(sum(batch_losses) / 3, abs=1e-6 if device == "cpu" else 1e-5), phase
+        assert val_loss == pytest.approx(sum(batch_losses) / 3, abs=1e-6), phase
 
 
 @pytest.mark.parametrize("phase", PHASES)
