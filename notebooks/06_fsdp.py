@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
 from torch.optim import AdamW
 
 from nanoGPT.dataset import TokenData
@@ -193,8 +194,9 @@ assert all(compute_max_difference(rank["weights"], reference) < 1e-6 for rank in
 # %%
 def train_with_fully_shard() -> dict:
     model = build_two_layers()
+    mesh = init_device_mesh("cpu", (4,))  # by default, `fully_shard` uses GPUs where there are any
     for module in (model[0], model[2], model):
-        fully_shard(module)
+        fully_shard(module, mesh=mesh)
     traffic = train_five_steps(model, model.parameters())
     parameters = list(model.parameters())
     return {

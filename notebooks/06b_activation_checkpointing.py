@@ -128,7 +128,7 @@ class SharedBlock(nn.Module):
 # `compute_block_gradients` runs one backward pass with DDP or FSDP:
 
 # %%
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 INPUT = torch.linspace(-1, 1, 8).view(2, 4)  # the same on every rank, so the mean gradient equals each rank's gradient
@@ -138,8 +138,9 @@ def compute_block_gradients(mode: str, parallel: str, **options) -> list[Tensor]
     """Return the gradients of the block's weight and bias. A RuntimeError can be raised by DDP."""
     module = SharedBlock(mode)
     if parallel == "FSDP":
-        fully_shard(module.block)
-        fully_shard(module)
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(module.block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
     parallel_model = DDP(module, **options) if parallel == "DDP" else module
     parallel_model(INPUT).sum().backward()
     grads = [p.grad for p in module.block.parameters()]

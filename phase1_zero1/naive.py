@@ -129,7 +129,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
     if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     config = TrainConfig()
     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
     model = GPT(GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]}))

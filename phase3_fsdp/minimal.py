@@ -36,7 +36,7 @@ def join_ranks() -> torch.device:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
 
 

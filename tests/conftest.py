@@ -78,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.PRELOADED += ["pytest", "tyro", "torch.distributed.optim", "triton.experimental.gluon"]
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()  # so that pytest prints the output of ranks and programs if a test fails
+    if config.getoption("--device") == "cpu":  # tests of the CPU also hold on a machine with GPUs
+        torch._C._get_accelerator = lambda *_args: torch.device("cuda")
     start_rank_server()
     capture.suspend_global_capture()
 

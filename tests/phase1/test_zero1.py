@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
 
 from measure.ledger import CollectiveCounter
 from nanoGPT.distributed.runtime import create_runtime
@@ -443,7 +444,7 @@ def load_into_new_optimizers() -> list[tuple[str, str]]:
         if weights:
             model.load_state_dict(weights)
         if kind == "ShardedMuon":
-            fully_shard(model)
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         return model, create_optimizer(kind, model)
 
     def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> list[Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
 
 from measure.ledger import CollectiveCounter
 from measure.tracker import MemoryTracker
@@ -32,9 +33,9 @@ def compare_with_fully_shard(shape: GPTConfig) -> dict[str, dict[str, float]]:
     for model in models:
         model.init_weights(0)
     by_hand = HandmadeFSDP(models[0], list(models[0].blocks))
-    for block in models[1].blocks:
-        fully_shard(block)
-    fully_shard(models[1])
+    mesh = init_device_mesh("cpu", (ranks,))
+    for module in (*models[1].blocks, models[1]):
+        fully_shard(module, mesh=mesh)
     optimizers = [torch.optim.AdamW(params, 1e-3) for params in (by_hand.parameters(), models[1].parameters())]
     versions: dict[str, tuple[GPT, torch.optim.Optimizer, Callable[[], tuple[float, float]]]] = {
         "by hand": (models[0], optimizers[0], lambda: by_hand.train_step(optimizers[0], batches, 1.0)),
