@@ -73,7 +73,6 @@ class FsdpConfig(TrainConfig):
     """write checkpoints from a copy while training continues"""
 
     def __post_init__(self) -> None:
-        self.fsdp_wrap = "block" if self.fsdp_wrap == "auto" else self.fsdp_wrap  # as in older checkpoints
         mode = self.fsdp_activation_checkpointing
         self.fsdp_activation_checkpointing = SWITCHES.get(mode, mode)
 

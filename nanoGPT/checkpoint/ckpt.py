@@ -75,14 +75,9 @@ def read_ckpt(path: Path, interpret: Callable[[dict[str, Any]], T]) -> T:
         raise unreadable_checkpoint(path, message) from None
 
 
-def split_entries(content: dict[str, Any], order: list[str]) -> tuple[dict[str, Any], ...]:
-    """Return the weights, their shapes and the optimizer state in a `ckpt.pt` of this project, by parameter name.
-
-    Args:
-        content: the entries of the file.
-        order: of the parameters in the optimizer, if the file is from an early version, which did not write it.
-    """
-    names, states = content.get("optimizer_params", order), content["optimizer"]["state"]
+def split_entries(content: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the weights, their shapes and the optimizer state in a `ckpt.pt` of this project, by parameter name."""
+    names, states = content["optimizer_params"], content["optimizer"]["state"]
     return content["model"], shapes_of(content["model"]), {names[i]: items for i, items in states.items()}
 
 
@@ -92,20 +87,19 @@ def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer
     Raises:
         ConfigError: the checkpoint does not match the model or the optimizer.
     """
-    order = optimizer_params(model, optimizer)
     if is_present(path / INDEX):
         state = load_sources("--init_from=resume with a checkpoint of another phase").read_full_state(path)
         weights, shapes, moments = state.model, state.shapes, state.optimizer
         expected = dict(model.named_parameters())
     else:
-        weights, shapes, moments = read_ckpt(path / "ckpt.pt", lambda content: split_entries(content, order))
+        weights, shapes, moments = read_ckpt(path / "ckpt.pt", split_entries)
         expected = model.state_dict()  # with all names of tied parameters
     check_shapes(path, shapes, shapes_of(expected))
     load_weights(model, weights)
     moments = {name: dict(items) for name, items in moments.items()}
     for name, items in moments.items():
         check_moments(path, name, items, shapes[name])
-    values = {i: moments[name] for i, name in enumerate(order) if name in moments}
+    values = {i: moments[name] for i, name in enumerate(optimizer_params(model, optimizer)) if name in moments}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": values})
 
 

@@ -108,13 +108,7 @@ def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint, t
         ConfigError: one of them differs; the message names it.
     """
     name, manifest = checkpoint.path.name, checkpoint.manifest
-    saved = {
-        "model": "gpt2",
-        "optimizer": "adamw",
-        "sampling": "random",
-        **manifest["config"],
-        **manifest["model_args"],
-    }
+    saved = {**manifest["config"], **manifest["model_args"]}
     new_run = f"start a new run from its weights with --init_from={config.out_dir} and another --out_dir"
     if trains and checkpoint.step > config.max_iters:
         raise ConfigError(

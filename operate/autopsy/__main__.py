@@ -19,13 +19,6 @@ from operate.autopsy.evidence import Evidence, read_evidence
 from operate.run_files import find_newest_run
 
 WIDTH, LABEL_WIDTH = 120, 10
-# For each kernel of phase 2: the class of the modules that use it, and the classes of those that do not.
-KERNEL_CLASSES = (
-    ("attention", "KernelAttention", ("CausalSelfAttention", "LlamaAttention")),
-    ("gelu", "KernelMLP", ("MLP",)),
-    ("layernorm", "KernelLayerNorm", ("LayerNorm",)),
-    ("layernorm", "KernelBlock", ("Block",)),
-)
 
 
 def describe_resume(evidence: Evidence) -> str:
@@ -40,23 +33,6 @@ def describe_resume(evidence: Evidence) -> str:
     return f"{flags} continues after {newest} updates; {lost} step(s) are lost"
 
 
-def describe_kernels(evidence: Evidence) -> str:
-    """Return how many modules use each Triton kernel, and how many there are; "" if no kernel was chosen."""
-    kernels = evidence.environment.get("config", {}).get("kernels", "none")
-    if kernels == "none" or not evidence.summaries:
-        return ""
-    first = evidence.summaries[min(evidence.summaries)]
-    counts: dict[str, int] = {}
-    for name, count in first.get("modules", {}).items():
-        plain = name.removeprefix("FSDP")  # fully_shard gives its modules a new class
-        counts[plain] = counts.get(plain, 0) + count
-    parts = []
-    for kernel, used_class, plain_classes in KERNEL_CLASSES:
-        used, plain = counts.get(used_class, 0), sum(counts.get(name, 0) for name in plain_classes)
-        parts += [f"{kernel}: {used} of {used + plain} {' or '.join(plain_classes)}"] if used + plain else []
-    return f"--kernels={kernels}; modules with a kernel: {', '.join(parts)}; {first.get('optimizer')} updates"
-
-
 def format_report(evidence: Evidence, cause: Cause) -> str:
     """Return the report: one labeled paragraph per subject."""
     config = evidence.environment.get("config", {})
@@ -65,7 +41,6 @@ def format_report(evidence: Evidence, cause: Cause) -> str:
     rows = [("run", f"{evidence.folder}, {ranks} rank(s), step {last} of {config.get('max_iters', '?')}")]
     if evidence.log:
         rows.append(("log", evidence.log[-1][:300]))
-    rows += [("kernels", kernels)] if (kernels := describe_kernels(evidence)) else []
     rows.append(("cause", cause.text))
     rows += [("evidence", line) for line in cause.evidence]
     rows += [("remedy", cause.remedy)] if cause.remedy else []

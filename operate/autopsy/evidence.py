@@ -23,7 +23,6 @@ class Evidence:
         heartbeats: the last heartbeat of each rank.
         verdict: the message of the watchdog; empty if the run did not hang.
         records: the lines of diagnostics/rank{r}.jsonl of each rank.
-        summaries: diagnostics/rank{r}.json of each rank.
         collectives: for each backend, the last collectives of each rank, oldest first.
         stacks: the end of stacks/rank{r}.txt of each rank: its last crash or hang.
         metrics: the lines of metrics.jsonl.
@@ -37,7 +36,6 @@ class Evidence:
     heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)
     verdict: str = ""
     records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    summaries: dict[int, dict[str, Any]] = field(default_factory=dict)
     collectives: dict[str, dict[int, list[dict[str, Any]]]] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -107,9 +105,6 @@ def read_evidence(folder: Path) -> Evidence:
         of_newest_start = [each for each in read_json_lines(path) if each.get("run", token) == token]
         if of_newest_start:
             evidence.records[rank] = of_newest_start
-    for rank, path in read_by_rank(folder / "diagnostics", "rank*.json").items():
-        if rank in evidence.records:
-            evidence.summaries[rank] = read_json_object(path)
     for rank, path in read_by_rank(folder / "stacks", "collectives-rank*.json").items():
         for backend, dump in read_json_object(path).items():
             if isinstance(dump, dict) and "entries" in dump:

@@ -6,11 +6,9 @@
 The kernel reads and writes each element once: in fp32, 16 bytes in and 12 bytes out for about 15 FLOPs. GPT-2 has 148
 tensors, many of 768 elements. With one launch per tensor, most of the time goes into the launches.
 
-Steps:
-1. One launch per tensor.
-2. One launch for all tensors (multi-tensor). Each program updates one chunk of one tensor. Two tables on the device
-   tell the program which tensor and chunk it has, and the addresses of the tensor, its gradient and its moments. The
-   tables are built again only when an address or a size changes.
+Therefore one launch updates all tensors (multi-tensor). Each program updates one chunk of one tensor. Two tables on the
+device tell the program which tensor and chunk it has, and the addresses of the tensor, its gradient and its moments.
+The tables are built again only when an address or a size changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,20 +72,11 @@ def update_chunk(p, g, m, v, offs, mask, decay, lerp, beta2, one_minus_beta2, sq
 
 
 @jit
-def one_tensor_kernel(
-    p, g, m, v, size, decay, lerp, beta2, one_minus_beta2, sqrt_correction, eps, rate, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Step 1: each program updates one chunk of a single tensor."""
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    update_chunk(p, g, m, v, offs, offs < size, decay, lerp, beta2, one_minus_beta2, sqrt_correction, eps, rate)
-
-
-@jit
 def multi_tensor_kernel(
     addresses, sizes, owners, chunks, like, tensors,
     decay, lerp, beta2, one_minus_beta2, sqrt_correction, eps, rate, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step 2: each program updates the chunk that the tables give it.
+    """Each program updates the chunk that the tables give it.
 
     Args:
         addresses: (4, tensors): of the parameters, the gradients, the means and the squares.
@@ -309,12 +298,3 @@ def cost(elements: int, itemsize: int, tensors: int = 1) -> Cost:
     """Return the cost of one step. The workspace is the size of the tables."""
     programs = elements // select_config("adamw", elements)["block"] + tensors
     return Cost(4 * elements * itemsize, 3 * elements * itemsize, 15 * elements, 8 * programs + 40 * tensors)
-
-
-def run_one_tensor_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: tuple[float, ...]) -> None:
-    """Run step 1: update one tensor in its own launch."""
-    options = select_config("adamw", p.numel())
-    block = options.pop("block")
-    launch_update(
-        one_tensor_kernel, (-(-p.numel() // block),), p, p, g, m, v, p.numel(), *factors, BLOCK=block, **options
-    )

@@ -6,11 +6,10 @@
 The forward loads two rows and writes their sum, without a tensor in between. In the backward, many tokens add to the
 same row of dwte, and the order of these additions decides the last bits.
 
-Steps of the backward:
-1. Atomic additions. On a GPU their order changes from run to run.
-2. A stable sort of the tokens. Equal tokens are then neighbours, and the gradients of each row of dwte form one
+With atomic additions, this order would change from run to run on a GPU. The steps of the backward are instead:
+1. A stable sort of the tokens. Equal tokens are then neighbours, and the gradients of each row of dwte form one
    segment of the sorted order. A program takes some rows of dwte and sums their segments from begin to end.
-3. A frequent token has a long segment, and all other programs would wait for its program. Therefore windows of fixed
+2. A frequent token has a long segment, and all other programs would wait for its program. Therefore windows of fixed
    length are summed first, in parallel. Where a window contains only one token, the row of that token adds the sum of
    the window. The windows begin at fixed places, so the order of the additions is fixed too.
 """
@@ -75,21 +74,10 @@ def positions_kernel(dout, dwpe, B, T, C, P, first_position, ROWS: tl.constexpr,
 
 
 @jit
-def atomic_kernel(dout, idx, dwte, tokens, V, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Step 1: each token adds its gradient to its row of dwte, in whatever order the programs run."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(idx + rows, mask=rows < tokens, other=-1)
-    mask = ((token >= 0) & (token < V))[:, None] & (cols[None, :] < C)
-    d = to_fp32(tl.load(dout + rows[:, None] * C + cols[None, :], mask=mask, other=0.0))
-    tl.atomic_add(dwte + token[:, None] * C + cols[None, :], d, mask=mask)
-
-
-@jit
 def windows_kernel(
     dout, tokens, order, sums, windows, C, WINDOWS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Step 3: sum each window of LENGTH neighbours in the sorted order that contains only one token.
+    """Sum each window of LENGTH neighbours in the sorted order that contains only one token.
 
     Args:
         dout: gradients, (B * T, C).
@@ -121,9 +109,9 @@ def load_gradients(dout, order, place, mask, cols, C):
 @jit
 def tokens_kernel(
     dout, order, bounds, sums, dwte, V, C,
-    WINDOWED: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step 2, and with WINDOWED step 3: each program computes a tile of dwte. A row without tokens gets zeros.
+    """Each program computes a tile of dwte. A row without tokens gets zeros.
 
     Args:
         dout: gradients, (B * T, C).
@@ -138,20 +126,17 @@ def tokens_kernel(
     end = tl.load(bounds + rows + 1, mask=rows < V, other=0)
     total = to_fp32(tl.zeros((ROWS, BLOCK), dwte.dtype.element_ty))
     # A segment has three parts: single gradients before its windows, full windows, single gradients after them.
-    head_end = end
-    if WINDOWED:
-        first_window = (begin + LENGTH - 1) // LENGTH
-        windows = tl.maximum(end // LENGTH - first_window, 0)  # windows that lie completely in the segment
-        head_end = tl.where(windows > 0, first_window * LENGTH, end)
+    first_window = (begin + LENGTH - 1) // LENGTH
+    windows = tl.maximum(end // LENGTH - first_window, 0)  # windows that lie completely in the segment
+    head_end = tl.where(windows > 0, first_window * LENGTH, end)
     for i in range(tl.max(head_end - begin, 0)):
         total += load_gradients(dout, order, begin + i, begin + i < head_end, cols, C)
-    if WINDOWED:
-        for i in range(tl.max(windows, 0)):
-            mask = (i < windows)[:, None] & (cols[None, :] < C)
-            total += tl.load(sums + (first_window + i)[:, None] * C + cols[None, :], mask=mask, other=0.0)
-        tail_begin = head_end + windows * LENGTH
-        for i in range(tl.max(end - tail_begin, 0)):
-            total += load_gradients(dout, order, tail_begin + i, tail_begin + i < end, cols, C)
+    for i in range(tl.max(windows, 0)):
+        mask = (i < windows)[:, None] & (cols[None, :] < C)
+        total += tl.load(sums + (first_window + i)[:, None] * C + cols[None, :], mask=mask, other=0.0)
+    tail_begin = head_end + windows * LENGTH
+    for i in range(tl.max(end - tail_begin, 0)):
+        total += load_gradients(dout, order, tail_begin + i, tail_begin + i < end, cols, C)
     offs = rows.to(tl.int64)[:, None] * C + cols[None, :]  # (ROWS, BLOCK)
     tl.store(dwte + offs, total, mask=(rows[:, None] < V) & (cols[None, :] < C))
 
@@ -222,7 +207,7 @@ def tokens_op(dout: Tensor, idx: Tensor, V: int) -> Tensor:
     dwte = dout.new_empty(V, C)
     launch(
         tokens_kernel, (-(-V // rows), -(-C // block)), dout, order, bounds, sums, dwte, V, C,
-        WINDOWED=True, LENGTH=length, ROWS=rows, BLOCK=block, **options,
+        LENGTH=length, ROWS=rows, BLOCK=block, **options,
     )  # fmt: skip
     return dwte
 
@@ -290,24 +275,3 @@ def cost(B: int, T: int, V: int, C: int, itemsize: int, P: int | None = None) ->
     workspace = 16 * tokens + 8 * (V + 1) + sums
     backward_cost = Cost(2 * tokens * row + 8 * tokens, (V + positions) * row, 2 * tokens * C, workspace)
     return forward_cost, backward_cost
-
-
-def run_atomic_step(dout: Tensor, idx: Tensor, V: int) -> Tensor:
-    """Run step 1 of the backward on contiguous dout, (B, T, C): return dwte, added with atomics in fp32 or fp64."""
-    tokens, C = idx.numel(), dout.size(-1)
-    dwte = dout.new_zeros(V, C, dtype=torch.promote_types(dout.dtype, torch.float32))
-    launch(atomic_kernel, (-(-tokens // 16), -(-C // 64)), dout, idx, dwte, tokens, V, C, ROWS=16, BLOCK=64)
-    return dwte
-
-
-def run_sorted_step(dout: Tensor, idx: Tensor, V: int) -> Tensor:
-    """Run step 2 of the backward: return dwte, each row summed over its full segment."""
-    tokens, order = torch.sort(idx.reshape(-1), stable=True)
-    bounds = torch.searchsorted(tokens, torch.arange(V + 1, device=idx.device))
-    C = dout.size(-1)
-    dwte = dout.new_empty(V, C)
-    launch(
-        tokens_kernel, (-(-V // 16), -(-C // 64)), dout, order, bounds, dout, dwte, V, C,
-        WINDOWED=False, LENGTH=1, ROWS=16, BLOCK=64,
-    )  # fmt: skip
-    return dwte

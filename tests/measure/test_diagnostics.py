@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from measure.diagnostics import compute_digest
-from operate.autopsy.__main__ import KERNEL_CLASSES
 from operate.run_files import read_json_lines
-from phase2_triton.apply import REPLACEMENTS
 from tests.helpers.training import gap, read_metric, tiny, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
 
@@ -80,9 +78,3 @@ def test_a_rank_with_another_weight_stops_the_run(phase, tmp_path):
     groups = r"\[1\] and \[3\]" if phase == "phase3_fsdp" else r"\[0, 1, 2\] and \[3\]"
     with pytest.raises(RankFailed, match=rf"step 1: ranks {groups} have different values of the same parameters"):
         run_on_ranks(change_one_weight, 4, str(tmp_path), phase, show=False)
-
-
-def test_the_autopsy_knows_every_kernel():
-    """The autopsy counts the modules of the classes by which phase 2 replaces modules."""
-    classes = [(name, kernel.__name__, (plain.__name__,)) for name, plain, kernel, _ in REPLACEMENTS]
-    assert list(KERNEL_CLASSES[1:]) == classes

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from phase2_triton.kernels import cross_entropy, layernorm, linear_cross_entropy
-from phase2_triton.kernels.core import jit, launch, next_power_of_2, record_launches, tl, to_fp32
+from phase2_triton.kernels.core import jit, launch, record_launches, tl
 from tests.helpers.kernels import (
     assert_near,
     draw_normal,
@@ -22,31 +22,6 @@ from tests.helpers.kernels import (
 pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def logits_and_targets(M, V):
-    return (3 * draw_normal((M, V))).float(), torch.arange(M) * 7 % V
-
-
-@jit
-def tail_kernel(logits, targets, losses, V, BLOCK: tl.constexpr, OTHER: tl.constexpr):
-    """Compute the cross-entropy of one row. Lanes beyond V contain OTHER; -inf is correct."""
-    row, cols = tl.program_id(0), tl.arange(0, BLOCK)
-    z = to_fp32(tl.load(logits + row * V + cols, mask=cols < V, other=OTHER))
-    peak = tl.max(z, 0)
-    lse = peak + tl.log(tl.sum(tl.exp(z - peak), 0))
-    tl.store(losses + row, lse - to_fp32(tl.load(logits + row * V + tl.load(targets + row))))
-
-
-@pytest.mark.parametrize(("other", "is_correct"), [(float("-inf"), True), (0.0, False)])
-def test_lanes_beyond_50257_must_be_minus_infinity(other, is_correct):
-    """If the last tile is filled with zeros, each extra lane adds exp(0) to the sum."""
-    logits, targets = logits_and_targets(2, 50257)
-    with guard_bands():
-        losses = torch.empty(2)
-        launch(tail_kernel, (2,), guard(logits), targets, losses, 50257, BLOCK=next_power_of_2(50257), OTHER=other)
-    eager, exact = (F.cross_entropy(z, targets, reduction="none") for z in (logits, logits.double()))
-    assert is_within_tolerance(losses, eager, exact) == is_correct
-
-
 def is_within_tolerance(actual, eager, exact):
     """Return whether a result passes the tolerance rule."""
     try:
@@ -54,40 +29,6 @@ def is_within_tolerance(actual, eager, exact):
         return True
     except AssertionError:
         return False
-
-
-@jit
-def target_gradient_kernel(logits, target, total, N: tl.constexpr, ROUNDED: tl.constexpr):
-    """Write the gradient of cross-entropy over `logits`.
-
-    If ROUNDED, the probability is rounded to the type of the logits before 1 is subtracted.
-    """
-    cols = tl.arange(0, N)
-    z = to_fp32(tl.load(logits + cols))
-    p = tl.exp(z - tl.max(z, 0)) / tl.load(total)
-    one = tl.where(cols == target, 1.0, 0.0)
-    if ROUNDED:
-        p = to_fp32(p.to(logits.dtype.element_ty))
-    tl.store(logits + cols, p - one)
-
-
-@pytest.mark.parametrize("is_rounded", [False, True])
-def test_1_is_subtracted_from_the_target_in_fp32(is_rounded):
-    """A probability of 0.9998 is 1 in half precision, so that the target's gradient is wrong by 100 percent."""
-    z = torch.zeros(16)
-    z[3] = torch.tensor(0.9998 / (0.0002 / 15)).log()
-    logits = z.half()
-    leaf = logits.double().requires_grad_()
-    (exact,) = torch.autograd.grad(F.cross_entropy(leaf, torch.tensor(3)), leaf)
-    half_logits = logits.clone().requires_grad_()
-    (eager,) = torch.autograd.grad(F.cross_entropy(half_logits.float(), torch.tensor(3)), half_logits)
-    total = (logits.float() - logits.float().max()).exp().sum()
-    launch(target_gradient_kernel, (1,), logits, 3, total, N=16, ROUNDED=is_rounded)
-    assert is_within_tolerance(logits, eager, exact) is not is_rounded
-    assert (abs(logits[3] / exact[3] - 1) > 0.5) == is_rounded
-    shipped_logits = half_logits.detach().clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(cross_entropy.cross_entropy(shipped_logits, torch.tensor(3)), shipped_logits)
-    assert is_within_tolerance(gradient, eager, exact)
 
 
 def test_dw_is_summed_over_chunks_in_fp32(monkeypatch):
@@ -114,28 +55,10 @@ def test_dw_is_summed_over_chunks_in_fp32(monkeypatch):
     assert not is_within_tolerance(compute_dw(w, x, shipped_loss), eager, exact)
 
 
-@jit
-def offset_kernel(x, out, stride, N, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy every fourth row. Without WIDE, the offset of the row is int32."""
-    row = tl.program_id(0) * 4
-    if WIDE:
-        row = row.to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    tl.store(out + tl.program_id(0) * N + cols, tl.load(x + row * stride + cols, mask=cols < N), mask=cols < N)
-
-
 def make_sparse_rows(rows=5, stride=2**30):
     """Return rows of 8 numbers that begin 2^30 elements apart: 8.6 GB of memory on a GPU, but only 5 pages on a CPU."""
     x = torch.empty((rows - 1) * stride + 8, dtype=torch.float16).as_strided((rows, 8), (stride, 1))
     return x.copy_(torch.arange(rows * 8).view(rows, 8))
-
-
-@pytest.mark.parametrize("is_wide", [True, False])
-def test_offsets_past_2_to_the_31(is_wide):
-    """65,536 rows of 50,304 logits pass 2^31: an int32 offset wraps around to another row."""
-    x, out = make_sparse_rows(), torch.zeros(2, 8, dtype=torch.float16)
-    launch(offset_kernel, (2,), x, out, x.stride(0), 8, WIDE=is_wide, BLOCK=8)
-    assert torch.equal(out, x[::4]) is is_wide
 
 
 @pytest.mark.parametrize("full_columns", [4, 8])
@@ -149,27 +72,6 @@ def test_cross_entropy_past_2_to_the_31(full_columns):
     assert gap(losses, F.cross_entropy(logits, targets, reduction="none")) <= 1e-6
     gradient = logits.softmax(1) - F.one_hot(targets, 8)
     assert gap(x, gradient) <= 1e-3
-
-
-@jit
-def normalize_kernel(x, out, N, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    v = tl.load(x + cols, mask=cols < N, other=0.0)
-    centred = v - tl.sum(v, 0) / N
-    if MASKED:
-        centred = tl.where(cols < N, centred, 0.0)
-    tl.store(out + cols, centred / tl.sqrt(tl.sum(centred * centred, 0) / N + 1e-5), mask=cols < N)
-
-
-@pytest.mark.parametrize("is_masked", [True, False])
-def test_the_variance_excludes_padding(is_masked):
-    """At a width of 769, 255 lanes of the tile contain padding. Without a mask, each would add the squared mean."""
-    x = (draw_normal((769,)) + 1).float()
-    with guard_bands():
-        y = torch.empty(769)
-        launch(normalize_kernel, (1,), guard(x), y, 769, MASKED=is_masked, BLOCK=next_power_of_2(769))
-    eager, exact = (F.layer_norm(v, (769,)) for v in (x, x.double()))
-    assert is_within_tolerance(y, eager, exact) == is_masked
 
 
 def test_an_expanded_gradient_must_be_made_contiguous():

@@ -40,13 +40,12 @@ def read_run_files(out: Path) -> dict[str, bytes]:
     [
         (["--fsdp_wrap=1e6"], {"min_num_params": 1_000_000}),
         (["--fsdp_wrap", "250000"], {"min_num_params": 250_000}),
-        (["--fsdp_wrap=auto"], {"fsdp_wrap": "block"}),
         (["--fsdp_activation_checkpointing=True"], {"fsdp_activation_checkpointing": "full"}),
         (["--max_iters=1e3"], {"max_iters": 1000}),
     ],
 )
 def test_short_forms_of_flags(words, expected):
-    """Numbers accept 1e6, checkpointing accepts True and False, and the units of older checkpoints are blocks."""
+    """Numbers accept 1e6, and checkpointing accepts True and False."""
     config = parse(FsdpConfig, ["--device=cpu", *words], ROOT / "phase3_fsdp" / "train.py")
     config.check(4)
     assert {name: getattr(config, name) for name in expected} == expected

@@ -1,4 +1,4 @@
-"""A bug hunt: real kernels with one planted bug each. The same bugs are in `tests/phase2/test_planted_kernels.py`."""
+"""A bug hunt: real kernels with one planted bug each."""
 
 from workshop.exercises.checks.bugs import (
     FIX,
