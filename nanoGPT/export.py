@@ -7,9 +7,7 @@ The newest complete checkpoint of the run is exported, or the one of `--resume_s
 number of ranks.
 """
 
-import dataclasses
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -25,7 +23,6 @@ from torch import Tensor
 from nanoGPT.checkpoint.ckpt import remove_defaults
 from nanoGPT.checkpoint.hugging_face import CONV1D, find_format
 from nanoGPT.checkpoint.manifest import find_checkpoint
-from nanoGPT.checkpoint.shards import read_shards
 from nanoGPT.checkpoint.sources import FullState, find_tied_names, order_for_optimizer, read_full_state
 from nanoGPT.checkpoint.starting_point import tokenizer_rows
 from nanoGPT.errors import ConfigError
@@ -36,8 +33,6 @@ from nanoGPT.prepare.download import TIKTOKEN_FILES, install_gpt2_vocabulary
 from nanoGPT.prepare.meta import GPT2_VOCAB, TokenizerIdentity
 from nanoGPT.prepare.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from nanoGPT.train_config import StepChoice
-
-INDEX = "model.safetensors.index.json"
 
 
 def check_no_overwrite(folder: Path, format: str) -> None:
@@ -74,11 +69,8 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
     if format == "hf":
         find_format(shape.model)
     folder.mkdir(parents=True, exist_ok=True)
-    # Files are moved into place only when all are written. `scratch` is for a state that is larger than the memory.
-    with (
-        tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary,
-        tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch,
-    ):
+    # Files are moved into place only when all are written.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary:
         try:
             if format == "hf":
                 weights = read_full_state(checkpoint.path).model
@@ -90,8 +82,7 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
                 write_hf(Path(temporary), shape, weights, rows, find_end_of_text(tokenizer))
                 write_hf_tokenizer(Path(temporary), tokenizer)
             else:
-                state = read_into_files(checkpoint.path, shape, Path(scratch))
-                save_ckpt(Path(temporary), state, shape, checkpoint.step, manifest)
+                save_ckpt(Path(temporary), read_full_state(checkpoint.path), shape, checkpoint.step, manifest)
         except (RuntimeError, OSError, SafetensorError) as error:  # all can mean a full disk
             raise ConfigError(f"--to={to} could not be written ({error}): free some disk space") from None
         for file in sorted(Path(temporary).iterdir()):
@@ -102,45 +93,6 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
 # ---- nanoGPT's ckpt.pt
 
 
-def read_into_files(path: Path, shape: ModelConfig, folder: Path) -> FullState:
-    """Return the full state of a checkpoint, with its parameters in nanoGPT's order. It may be larger than the memory.
-
-    Args:
-        path: of the checkpoint. A ckpt.pt is mapped to memory.
-        shape: of its model.
-        folder: where the tensors of shards are written; it must outlive them.
-    """
-    names = [name for name, _ in shape.create_on_meta().named_parameters()]
-    state = read_full_state(path)
-    if state.reader is None:
-        return dataclasses.replace(state, model={name: state.model[name] for name in names})
-    index = state.reader.index.state_dict_metadata
-    files = {key: folder / str(i) for i, key in enumerate(index)}
-    tensors = {key: map_to_file(file, index[key].size, index[key].properties.dtype) for key, file in files.items()}
-    read_shards(state.reader, tensors, no_dist=True)
-    optimizer: dict[str, dict[str, Tensor]] = {}
-    for name, items in state.optimizer.items():
-        moments = {item: tensors[f"optimizer.{name}.{item}"] for item in items}
-        optimizer[name] = {item: t.view(state.shapes[name]) if t.dim() else t for item, t in moments.items()}
-    return FullState({name: tensors[f"model.{name}"] for name in names}, optimizer, state.shapes)
-
-
-def map_to_file(file: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose memory is mapped to a new file.
-
-    Raises:
-        OSError: the disk is full. The space is reserved now, because a later write to a mapped page without disk space
-            would kill the process.
-    """
-    with open(file, "wb") as reserved_file:
-        length = size.numel() * dtype.itemsize
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(reserved_file.fileno(), 0, max(length, 1))
-        else:
-            reserved_file.truncate(length)
-    return torch.from_file(str(file), shared=True, size=size.numel(), dtype=dtype).view(size)
-
-
 def save_ckpt(folder: Path, state: FullState, shape: ModelConfig, step: int, manifest: dict[str, Any]) -> None:
     """Write `ckpt.pt` in nanoGPT's format, with its keys and its order of parameters in the optimizer.
 
@@ -148,20 +100,22 @@ def save_ckpt(folder: Path, state: FullState, shape: ModelConfig, step: int, man
 
     Args:
         folder: an existing directory.
-        state: the model, with its parameters in nanoGPT's order, and the optimizer.
+        state: the model and the optimizer.
         shape: of the model.
         step: number of completed updates.
         manifest: of the checkpoint.
     """
-    config, order = manifest["config"], order_for_optimizer(state.model)
+    config = manifest["config"]
+    weights = {name: state.model[name] for name, _ in shape.create_on_meta().named_parameters()}  # in nanoGPT's order
+    order = order_for_optimizer(weights)
     groups = [
-        {"params": [torch.empty(0) for name in order if (state.model[name].dim() >= 2) == decays], "weight_decay": rate}
+        {"params": [torch.empty(0) for name in order if (weights[name].dim() >= 2) == decays], "weight_decay": rate}
         for decays, rate in ((True, config["weight_decay"]), (False, 0.0))
     ]
     adamw = torch.optim.AdamW(groups, config["learning_rate"], (config["beta1"], config["beta2"]))
     states = {i: dict(state.optimizer[name]) for i, name in enumerate(order) if name in state.optimizer}
     content = {
-        "model": {name: state.model[source] for name, source in find_tied_names(shape).items()} | dict(state.model),
+        "model": {name: weights[source] for name, source in find_tied_names(shape).items()} | weights,
         "optimizer": {**adamw.state_dict(), "state": states},
         "model_args": remove_defaults(manifest["model_args"]),
         "iter_num": step,
@@ -230,48 +184,20 @@ def write_hf(
     weights: Mapping[str, Tensor],
     rows: int,
     end_of_text: int | None = None,
-    file_bytes: int = 2 << 30,
 ) -> None:
-    """Write a directory that `transformers` can read, with one or more safetensors files.
+    """Write a directory that `transformers` can read.
 
     Args:
         folder: an existing directory.
         shape: the shape of the model.
-        weights: parameters by name. They are read one at a time; those of one file are in memory together.
+        weights: parameters by name.
         rows: vocabulary size of the tokenizer; further rows of the embedding are padding.
         end_of_text: the token id with which generation ends, if there is one.
-        file_bytes: maximum size of a file in bytes. A file with a single tensor may be larger.
     """
-    files: list[dict[str, int]] = []  # for each file, the bytes of its tensors by name
-    pending: dict[str, Tensor] = {}
-    for name, tensor in convert_to_hf(shape, weights, rows):
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > file_bytes:
-            files.append(write_hf_file(folder, len(files), pending))
-            pending = {}
-        pending[name] = tensor
-    files.append(write_hf_file(folder, len(files), pending))
-    rename_hf_files(folder, files)
+    file = folder / "model.safetensors"
+    save_file(dict(convert_to_hf(shape, weights, rows)), file, metadata={"format": "pt"})
     write_hf_config(folder, shape, rows, end_of_text)
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors makes its files readable by the owner only
-
-
-def write_hf_file(folder: Path, index: int, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Write tensors to part-{index}.safetensors, and return the bytes of each tensor by name."""
-    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def rename_hf_files(folder: Path, files: list[dict[str, int]]) -> None:
-    """Rename the parts as `transformers` expects: to model.safetensors, or to numbered files with an index."""
-    is_single = len(files) == 1
-    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for i, name in enumerate(["model.safetensors"] if is_single else names):
-        (folder / f"part-{i}.safetensors").rename(folder / name)
-    if not is_single:
-        file_of_tensor = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": sum(sum(each.values()) for each in files)}, "weight_map": file_of_tensor}
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    shutil.copymode(folder / "config.json", file)  # safetensors makes its files readable by the owner only
 
 
 def write_hf_config(folder: Path, shape: ModelConfig, rows: int, end_of_text: int | None) -> None:

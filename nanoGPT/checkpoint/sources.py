@@ -48,13 +48,11 @@ class FullState:
         model: the full tensor of each parameter, on the CPU.
         optimizer: the state tensors of each parameter, such as exp_avg; empty if there are only weights.
         shapes: the shape of each parameter.
-        reader: of the shards; None if the payload is a ckpt.pt.
     """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]]
     shapes: Mapping[str, torch.Size]
-    reader: SafeReader | None = None
 
 
 class LazyTensors(UserDict[str, Any]):
@@ -99,7 +97,7 @@ def read_full_state(path: Path) -> FullState:
         else:
             name, item = name.rsplit(".", 1)
             optimizer[name].data[item] = partial(read_tensor, reader, key, shapes[name])
-    return FullState(model, optimizer, shapes, reader)
+    return FullState(model, optimizer, shapes)
 
 
 def read_tensor(reader: SafeReader, key: str, shape: torch.Size) -> Tensor:
