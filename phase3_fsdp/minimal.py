@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -104,16 +103,9 @@ def shard_units(model: nn.Module, units: Iterable[nn.Module], device: torch.devi
     """Call `fully_shard` on every unit, then on the root, which has the parameters that no other unit has."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model.forward_order = 0  # type: ignore[assignment]
-    for number, unit in enumerate(units):
+    for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-        unit.register_forward_pre_hook(partial(note_forward, model, number))
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # also after an evaluation
-
-
-def note_forward(model: nn.Module, number: int, *_: Any) -> None:
-    """Put the forward pass of a unit into the hash of the order in which units have computed."""
-    model.forward_order = hash((model.forward_order, number))  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -158,32 +150,27 @@ def train_step(
 
     Raises:
         TypeError: the model is not sharded.
-        ValueError: the ranks have other numbers of micro-batches, their units compute in another order (skip the same
-            layers on every rank), or other parameters have gradients; or the optimizer has a parameter that is not in
-            the model.
-        RuntimeError: an earlier step failed. FSDP may still have its gradients, also after `zero_grad`.
+        ValueError: the ranks have other numbers of micro-batches, or other parameters have gradients; or the optimizer
+            has a parameter that is not in the model.
     """
     if not isinstance(model, FSDPModule):
         raise TypeError("train_step needs the model that build_sharded_model has returned")
-    if getattr(model, "step_has_failed", False):
-        raise RuntimeError("an earlier step failed: build the model again, and load a checkpoint")
-    check_parameters(model, optimizer)
+    known = set(model.parameters())
+    if any(param not in known for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError("the optimizer has a parameter that is not in the model: create it after the model")
     device = next(model.parameters()).device
     check_same_on_all_ranks("numbers of micro-batches", [len(micro_batches)], device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    model.step_has_failed = True  # type: ignore[assignment]
     for i, micro_batch in enumerate(micro_batches):
         model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # reduce gradients in the last backward pass only
         loss = model(*micro_batch)
         loss_sum += loss.detach()
         (loss / len(micro_batches)).backward()
-    check_same_on_all_ranks("orders of units", [getattr(model, "forward_order", 0)], device)
     check_same_on_all_ranks("parameters with a gradient", [int(p.grad is not None) for p in model.parameters()], device)
     # The gradients are DTensors, so this all-reduces the sum of squares.
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     optimizer.step()
     model.zero_grad()  # also parameters that the optimizer does not have
-    model.step_has_failed = False  # type: ignore[assignment]
     dist.all_reduce(loss_sum)
     assert isinstance(norm, DTensor)
     return loss_sum.item() / (len(micro_batches) * dist.get_world_size()), norm.full_tensor().item()
@@ -226,7 +213,6 @@ def save(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
     """
     state, options = model_state(model), dict[str, dict[str, Any]]()
     names = {param: f"optimizer.{name}" for param, name in parameter_names(model).items()}
-    check_parameters(model, optimizer)
     check_state(names, optimizer)
     for param, items in optimizer.state.items():
         state |= {f"{names[param]}.{item}": value for item, value in items.items()}
@@ -244,14 +230,6 @@ def check_new(path: str) -> None:
     """Raise a FileExistsError unless `save` can use this path."""
     if os.path.isfile(path) or os.path.exists(os.path.join(path, ".metadata")):
         raise FileExistsError(f"{path} is a file or has a checkpoint: choose a new directory, such as step-100")
-
-
-def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if the optimizer has a parameter that is not in the model."""
-    known = set(model.parameters())
-    for param in [param for group in optimizer.param_groups for param in group["params"]]:
-        if param not in known:
-            raise ValueError(f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the model")
 
 
 def check_state(names: dict[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
@@ -278,8 +256,6 @@ def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         raise ValueError(f"the model and {path} differ in the names or shapes of {', '.join(differ)}")
     dcp.load(progress, checkpoint_id=path)
     names = {param: f"optimizer.{name}" for param, name in parameter_names(model).items()}
-    check_parameters(model, optimizer)
-    check_state(names, optimizer)
     options = dict(progress["options"])
     for group in optimizer.param_groups:
         params = {names[param]: param for param in group["params"] if names[param] in options}

@@ -432,18 +432,13 @@ def use_ranks_differently(folder: str) -> None:
         minimal.save(folder, model, optimizer, 3)
     with pytest.raises(TypeError, match="the model that build_sharded_model has returned"):
         minimal.train_step(torch.compile(model), optimizer, batches(0), 0)
-    with pytest.raises(ValueError, match="the optimizer has a parameter of shape .* that is not in the model"):
+    with pytest.raises(ValueError, match="the optimizer has a parameter that is not in the model"):
         minimal.train_step(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), batches(0), 0)
     with torch.no_grad():
         before = model(*batches(0)[0])
         for param in model.parameters():
             param.zero_()  # of the shards, after an evaluation
         assert model(*batches(0)[0]) == model.noise.mean() != before
-    failing = make()
-    with pytest.raises(IndexError):
-        minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0) + batches(5), 0)
-    with pytest.raises(RuntimeError, match="an earlier step failed: build the model again"):
-        minimal.train_step(failing, torch.optim.SGD(failing.parameters(), lr=0.1), batches(0), 0)
     scaled = make(build=lambda: LayerWithScale(2, 2))
     with pytest.raises(ValueError, match="_extra_state would not be saved: store this state in buffers"):
         minimal.save(f"{folder}-scaled", scaled, torch.optim.SGD(scaled.parameters(), lr=0.1), 0)
@@ -453,15 +448,11 @@ def use_ranks_differently(folder: str) -> None:
         minimal.train_step(model, optimizer, batches(0, count=1 + rank), 0)
     with pytest.raises(ValueError, match="different parameters with a gradient"):
         minimal.train_step(model, optimizer, batches(rank), 0)
-    skipping = minimal.build_sharded_model(NoisyLayers, lambda m: m.layers, lambda _, full: full.fill_(1.0), device)
-    with pytest.raises(ValueError, match="different orders of units"):  # every layer gets a gradient on every rank
-        optimizer = torch.optim.SGD(skipping.parameters(), lr=0.1)
-        minimal.train_step(skipping, optimizer, batches(rank) + batches(1 - rank), 0)
 
 
 def test_ranks_that_differ_are_refused(tmp_path):
-    """Ranks with other micro-batches or other gradients, values that are left out, state that is not saved, a step
-    after a failed one, and a second save into a directory are one error. Random buffers are equal on all ranks, and
+    """Ranks with other micro-batches or other gradients, values that are left out, state that is not saved,
+    and a second save into a directory are one error. Random buffers are equal on all ranks, and
     `max_norm=0` does not clip."""
     run_on_ranks(use_ranks_differently, 2, str(tmp_path / "saved"))
 
