@@ -29,7 +29,6 @@ from nanoGPT.train_config import TrainConfig
 MAX_HASHED_BYTES = 64 << 20  # files up to this size are hashed whenever they are opened
 MAX_OPEN_FILES = 32768  # more than any dataset has shards, and fewer than macOS allows
 SAMPLING = "nanoGPT.options.sampling"  # loaded only for mixtures and epochs
-TRAIN, EVALUATE = 0, 1  # the purpose of a batch, which is part of its random key
 
 
 def find_dataset(name: str) -> Path:
@@ -239,60 +238,38 @@ def draw_random(
 
 
 class TokenData:
-    """A prepared dataset, or a mixture of datasets, that returns batches.
+    """The prepared dataset of a run, or its mixture of datasets, which returns batches.
 
     Args:
-        dataset: a directory under nanoGPT/data, a path, or a mixture of these with weights.
-        block_size: T, tokens per sequence.
-        batch_size: B, sequences per micro-batch.
-        seed: part of the random key of every batch.
-        sampling: "random" or "epoch", as in `TrainConfig`.
-        micro_batches: micro-batches per step, in total over all ranks. Only the sampling in epochs needs it.
+        config: its `dataset`, `sampling`, `seed` and the sizes of a batch are used.
 
     Raises:
         ConfigError: a dataset is not prepared, is damaged, or is shorter than a sequence; or the datasets of a mixture
             have different tokenizers.
     """
 
-    def __init__(
-        self,
-        dataset: str,
-        block_size: int,
-        batch_size: int,
-        seed: int,
-        sampling: str = "random",
-        micro_batches: int = 1,
-    ) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         raise_open_file_limit()
-        stride = block_size if sampling == "epoch" else 1
-        self.datasets = [open_dataset(*part, block_size, stride) for part in find_mixture(dataset)]
+        self.config, stride = config, config.block_size if config.sampling == "epoch" else 1
+        self.datasets = [open_dataset(*part, config.block_size, stride) for part in find_mixture(config.dataset)]
         self.tokenizer = self.datasets[0].meta["tokenizer"]
         for other in self.datasets:
             if other.meta["tokenizer"]["sha256"] != self.tokenizer["sha256"]:
                 raise ConfigError(
-                    f"--dataset={dataset} mixes tokenizers: {self.datasets[0].name} and {other.name} have different "
-                    "ones; mix datasets that were prepared with the same tokenizer and vocabulary"
+                    f"--dataset={config.dataset} mixes tokenizers: {self.datasets[0].name} and {other.name} have "
+                    "different ones; mix datasets that were prepared with the same tokenizer and vocabulary"
                 )
-        self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
-        self.sampling, self.micro_batches = sampling, micro_batches
-
-    @classmethod
-    def from_config(cls, config: TrainConfig) -> "TokenData":
-        """Open the data of a run."""
-        fields = (config.dataset, config.block_size, config.batch_size, config.seed, config.sampling)
-        return cls(*fields, config.gradient_accumulation_steps)
 
     @property
     def identity(self) -> dict[str, Any]:
         """The identity of the data in a checkpoint."""
         return identify([(each.name, each.weight, each.meta) for each in self.datasets])
 
-    def batch(self, split: str, purpose: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, split: str, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read one micro-batch.
 
         Args:
-            split: "train" or "val".
-            purpose: `TRAIN` or `EVALUATE`. Training and evaluation batches draw from separate random streams.
+            split: "train" or "val". It is part of the random key, so evaluations draw other windows.
             step: optimizer step; 0 for evaluations, which read the same batches each time.
             micro_batch: index within the step, counted over all ranks.
 
@@ -302,10 +279,11 @@ class TokenData:
         Raises:
             ConfigError: a file cannot be read, or a token id is not in the tokenizer's vocabulary.
         """
-        choices = self.choose_windows(split, purpose, step, micro_batch)
-        rows = np.empty((self.batch_size, self.block_size + 1), np.int64)
+        choices = self.choose_windows(split, step, micro_batch)
+        length = self.config.block_size + 1
+        rows = np.empty((self.config.batch_size, length), np.int64)
         for row, (dataset, window) in zip(rows, choices, strict=True):
-            row[:] = self.datasets[dataset].splits[split].read(window, self.block_size + 1)
+            row[:] = self.datasets[dataset].splits[split].read(window, length)
         if rows.max() >= self.tokenizer["vocab_size"]:
             dataset = choices[rows.max(axis=1).argmax()][0]
             raise ConfigError(
@@ -313,31 +291,31 @@ class TokenData:
                 f"vocabulary of {self.tokenizer['vocab_size']}: prepare the dataset again",
                 on_one_rank=True,
             )
-        if purpose == TRAIN:
-            self.read_ahead(split, step + 1, micro_batch)
+        if split == "train":
+            self.read_ahead(step + 1, micro_batch)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
-    def read_ahead(self, split: str, step: int, micro_batch: int) -> None:
+    def read_ahead(self, step: int, micro_batch: int) -> None:
         """Let the operating system read the training sequences of a micro-batch while the model computes.
 
         A rank reads the same micro-batches in every step, so it knows those of the next step.
         """
-        for dataset, window in self.choose_windows(split, TRAIN, step, micro_batch):
-            self.datasets[dataset].splits[split].read_ahead(window, self.block_size + 1)
+        for dataset, window in self.choose_windows("train", step, micro_batch):
+            self.datasets[dataset].splits["train"].read_ahead(window, self.config.block_size + 1)
 
-    def choose_windows(self, split: str, purpose: int, step: int, micro_batch: int) -> list[tuple[int, int]]:
+    def choose_windows(self, split: str, step: int, micro_batch: int) -> list[tuple[int, int]]:
         """Return the index of the dataset and the number of the window for each sequence of a micro-batch."""
         counts = tuple(each.splits[split].end_windows[-1] for each in self.datasets)
         weights = tuple(each.weight for each in self.datasets)
-        if self.sampling == "epoch" and purpose == TRAIN:
-            first = (step * self.micro_batches + micro_batch) * self.batch_size
+        if self.config.sampling == "epoch" and split == "train":
+            first = (step * self.config.gradient_accumulation_steps + micro_batch) * self.config.batch_size
             return import_optional(SAMPLING, "--sampling=epoch").draw_in_epochs(
-                self.seed, first, self.batch_size, counts, weights
+                self.config.seed, first, self.config.batch_size, counts, weights
             )
-        # Philox is counter-based: it computes random numbers directly from its key (the seed) and a counter (purpose,
+        # Philox is counter-based: it computes random numbers directly from its key (the seed) and a counter (split,
         # step and micro-batch), so no state is kept between calls.
-        generator = np.random.Generator(np.random.Philox(key=[self.seed, 0], counter=[0, purpose, step, micro_batch]))
-        return draw_random(generator, self.batch_size, counts, weights)
+        philox = np.random.Philox(key=[self.config.seed, 0], counter=[0, split == "val", step, micro_batch])
+        return draw_random(np.random.Generator(philox), self.config.batch_size, counts, weights)
 
 
 def to_device(batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -172,7 +172,7 @@ def report_failure(code: int, message: str, on_one_rank: bool = True) -> int:
         message: the reason.
         on_one_rank: True if the other ranks may have another message, or none.
     """
-    if write_error_file(message):
+    if report_to_launcher(message):
         return code
     if not on_one_rank and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)
@@ -183,7 +183,7 @@ def report_failure(code: int, message: str, on_one_rank: bool = True) -> int:
     return code
 
 
-def write_error_file(message: str) -> bool:
+def report_to_launcher(message: str) -> bool:
     """Write why this rank exits into the error file of torch's elastic agent.
 
     Returns:

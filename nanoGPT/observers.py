@@ -108,6 +108,16 @@ class Observer:
         """
 
 
+def call_all(name: str) -> Any:
+    """Return a method that calls the method `name` of every member, in their order."""
+
+    def call(self: "Observers", *args: Any) -> None:
+        for each in self.members:
+            getattr(each, name)(*args)
+
+    return call
+
+
 class Observers(Observer):
     """Calls each method on every observer of a run.
 
@@ -115,23 +125,18 @@ class Observers(Observer):
         config: the configuration; `config.observers` has the names of their modules. None: no observers yet.
     """
 
+    prepare = call_all("prepare")
+    configure = call_all("configure")
+    start = call_all("start")
+    enter_stage = call_all("enter_stage")
+    begin_step = call_all("begin_step")
+    log = call_all("log")
+    save = call_all("save")
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         modules = find_modules(config.observers) if config else []
         self.members: list[Observer] = [module.Observer(config) for module in modules]
-        self.model: nn.Module | None = None
-
-    def prepare(self) -> None:
-        for each in self.members:
-            each.prepare()
-
-    def configure(self, run: Any) -> None:
-        for each in self.members:
-            each.configure(run)
-
-    def start(self, run: Any) -> None:
-        for each in self.members:
-            each.start(run)
 
     def build(self, model: nn.Module, optimizer: Optimizer, first_step: int) -> None:
         """Call `build` on all observers, if checkpoints can store the model.
@@ -140,31 +145,13 @@ class Observers(Observer):
             ConfigError: the model has a buffer that they would not have.
         """
         check_buffers(model)
-        self.model = model
         for each in self.members:
             each.build(model, optimizer, first_step)
 
-    def enter_stage(self, stage: str, step: int) -> None:
-        for each in self.members:
-            each.enter_stage(stage, step)
-
-    def begin_step(self, step: int) -> None:
-        for each in self.members:
-            each.begin_step(step)
-        if self.model and not self.model.training:
-            self.model.train()  # an observer has evaluated it
-
     def end_step(self, step: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
+        """Call `end_step` on all observers in reverse order, so that a measurement contains only what is inside it."""
         for each in reversed(self.members):
             each.end_step(step, loss_sum, grad_norm)
-
-    def log(self, line: dict[str, Any]) -> None:
-        for each in self.members:
-            each.log(line)
-
-    def save(self, step: int, path: Path) -> None:
-        for each in self.members:
-            each.save(step, path)
 
     def explain(self, error: BaseException) -> str | None:
         """Return the first explanation. An observer that fails here does not replace the error."""

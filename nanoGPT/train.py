@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nanoGPT.checkpoint.ckpt import load_training_state, write_ckpt
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.starting_point import find_best_val_loss, load_weights, manifest_fields, read_starting_point
-from nanoGPT.dataset import EVALUATE, TRAIN, TokenData, to_device
+from nanoGPT.checkpoint.starting_point import find_best, load_weights, manifest_fields, read_starting_point
+from nanoGPT.dataset import TokenData, to_device
 from nanoGPT.distributed.ddp import data_parallel
 from nanoGPT.distributed.runtime import Runtime, reseed
 from nanoGPT.errors import check_finite
@@ -39,13 +39,14 @@ def train_step(
     run: Runtime,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the parameters once. Return the sum of this rank's losses and the global gradient norm."""
+    parallel_model.train()  # after an evaluation, of the trainer or of an observer
     loss_sum = run.new_loss_sum()
     micro_batches = range(run.rank, config.gradient_accumulation_steps, run.world_size)  # of this rank
     for micro_batch in micro_batches:
         run.enter_stage(f"micro-batch {micro_batch}", step)
         if isinstance(parallel_model, DDP):  # average the gradients over the ranks only in the last backward pass
             parallel_model.require_backward_grad_sync = micro_batch == micro_batches[-1]
-        x, y = to_device(data.batch("train", TRAIN, step, micro_batch), run.device)
+        x, y = to_device(data.batch("train", step, micro_batch), run.device)
         reseed(run.device, config.seed, step, micro_batch)
         with run.autocast():
             loss = parallel_model(x, y)
@@ -82,7 +83,7 @@ def evaluate(model: torch.nn.Module, data: TokenData, step: int, config: Config,
     model, because a sharded model needs all ranks, but they do not count the loss.
 
     Args:
-        model: takes (x, y) and returns the loss. It is in training mode again on return.
+        model: takes (x, y) and returns the loss. It is in evaluation mode on return.
         data: the data; the validation split is used.
         step: number of completed updates.
         config: only `eval_iters` is used.
@@ -93,24 +94,24 @@ def evaluate(model: torch.nn.Module, data: TokenData, step: int, config: Config,
     for first in range(0, config.eval_iters, run.world_size):
         index = first + run.rank
         run.enter_stage(f"evaluation, micro-batch {index}", step)
-        x, y = to_device(data.batch("val", EVALUATE, 0, index), run.device)
+        x, y = to_device(data.batch("val", 0, index), run.device)
         with run.autocast():
             loss = model(x, y)
         if index < config.eval_iters:
             total += loss
-    model.train()
     return run.sum(total).item() / config.eval_iters
 
 
 def train(config: Config) -> None:
     """Start as `init_from` says, train until step `max_iters`, evaluate, log and save. Collective."""
     with start(config) as run:
-        data = TokenData.from_config(config)
+        data = TokenData(config)
         checkpoints = CheckpointDirectory(config.out_dir, run, config.keep_checkpoints, reads_only=config.eval_only)
-        checkpoint = checkpoints.find_newest(config.resume_step) if config.init_from == "resume" else None
+        checkpoint = checkpoints.find(config.resume_step) if config.init_from == "resume" else None
         model_args, weights = read_starting_point(config, data, checkpoint, run)
         first_step = checkpoint.step if checkpoint else 0
         log = Log(config, run, first_step, model_args)
+        run.observers.members.append(log)
 
         # Create the model and the optimizer, load a checkpoint, and make the training data-parallel.
         run.enter_stage("build", first_step)
@@ -121,16 +122,16 @@ def train(config: Config) -> None:
         model.to(run.device)
         optimizer = configure_optimizer(model, config)
         scaler = LossScaler(run.dtype == torch.float16)
-        best_val_loss = float("inf")
+        best = (float("inf"), 0)  # the lowest validation loss, and its step
         if checkpoint:
             load_training_state(checkpoint.path, model, optimizer)
             scaler.load_state_dict(checkpoint.manifest["grad_scaler"])
-            best_val_loss = find_best_val_loss(config, checkpoint, run)
+            best = find_best(config, checkpoint, run)
             run.print0(f"resuming after {first_step} updates from {checkpoint.path}")
         parallel_model = data_parallel(model, config, run)
 
         def save(step: int) -> None:
-            fields = manifest_fields(config, model_args, data, PHASE, best_val_loss, scaler)
+            fields = manifest_fields(config, model_args, data, PHASE, best, scaler)
             run.enter_stage("save", step)
             path = checkpoints.save(step, lambda files: write_ckpt(files, run, model, optimizer, step, fields), fields)
             run.observers.save(step, path)
@@ -143,8 +144,8 @@ def train(config: Config) -> None:
                 val_loss = evaluate(parallel_model, data, step, config, run)
                 check_finite(step, val_loss)
                 if step > 0 and not config.eval_only:
-                    has_improved = val_loss < best_val_loss
-                    best_val_loss = min(val_loss, best_val_loss)
+                    has_improved = val_loss < best[0]
+                    best = min(best, (val_loss, step))
                     if has_improved or config.always_save_checkpoint or is_last:
                         save(step)
             if is_last:

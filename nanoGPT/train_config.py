@@ -21,8 +21,10 @@ class TrainConfig(Flags):
 
     Attributes:
         GPU_DEFAULTS: the defaults on a GPU that differ.
-        FOREIGN_FLAGS: flags of other trainers that people type, and what to use instead.
+        FOREIGN_FLAGS: flags of other trainers that people type, and what to use instead. A key has one or more names.
     """
+
+    trains = True  # False in a program that only evaluates: a rank stores parameters only, and accumulates nothing
 
     GPU_DEFAULTS = {
         "dataset": "shakespeare",
@@ -40,31 +42,6 @@ class TrainConfig(Flags):
         "eval_iters": 32,
         "compile": True,
     }
-    FOREIGN_FLAGS = {
-        "backend": "leave it out: the backend follows the device, which --device selects",
-        "use_fsdp": "leave it out: make phase3 always shards the model, and make baseline uses DDP",
-        "use_zero1": "leave it out: make phase1 always shards the optimizer, and make baseline uses DDP",
-        "lr": "use --learning_rate instead",
-        "wd": "use --weight_decay instead",
-        **dict.fromkeys(
-            ("steps", "max_steps", "epochs", "num_epochs"), "use --max_iters, the number of updates, instead"
-        ),
-        **dict.fromkeys(("max_grad_norm", "clip_grad"), "use --grad_clip instead"),
-        **dict.fromkeys(("seq_len", "seq_length"), "use --block_size instead"),
-        **dict.fromkeys(("hidden_size", "d_model"), "use --n_embd instead"),
-        **dict.fromkeys(("bf16", "amp", "precision"), "use --dtype=bfloat16 instead"),
-        "fp16": "use --dtype=float16 instead",
-        "resume": "use --init_from=resume instead",
-        "gradient_checkpointing": "use --fsdp_activation_checkpointing=full of phase 3 instead",
-        **dict.fromkeys(
-            ("gpus", "nproc", "world_size"),
-            "leave it out: the launcher sets the number of ranks, as in `make phase3 GPUS=4`",
-        ),
-        "wandb_log": "use --track=wandb of the observer operate instead; in a config file, set wandb_log = False",
-        "wandb_project": "set the environment variable WANDB_PROJECT instead",
-        "wandb_run_name": "set the environment variable WANDB_NAME instead",
-    }
-
     # data
     dataset: str = "shakespeare_char"
     """name of a dataset under nanoGPT/data, path of a prepared dataset, or names with weights: a:3,b:1"""
@@ -153,6 +130,27 @@ class TrainConfig(Flags):
     observers: str = field(default_factory=find_default_observers)
     """modules that observe the run, such as operate,measure,my_metrics; they may add flags; empty: none"""
 
+    FOREIGN_FLAGS = {
+        "backend": "leave it out: the backend follows the device, which --device selects",
+        "use_fsdp": "leave it out: make phase3 always shards the model, and make baseline uses DDP",
+        "use_zero1": "leave it out: make phase1 always shards the optimizer, and make baseline uses DDP",
+        "lr": "use --learning_rate instead",
+        "wd": "use --weight_decay instead",
+        "steps max_steps epochs num_epochs": "use --max_iters, the number of updates, instead",
+        "max_grad_norm clip_grad": "use --grad_clip instead",
+        "seq_len seq_length": "use --block_size instead",
+        "hidden_size d_model": "use --n_embd instead",
+        "bf16 amp precision": "use --dtype=bfloat16 instead",
+        "fp16": "use --dtype=float16 instead",
+        "resume": "use --init_from=resume instead",
+        "gradient_checkpointing": "use --fsdp_activation_checkpointing=full of phase 3 instead",
+        "gpus nproc world_size": "leave it out: the launcher sets the number of ranks, as in `make phase3 GPUS=4`",
+        "n_kv_head intermediate_size rope_theta norm_eps tie_embeddings": "add --model=llama, whose flag it is",
+        "wandb_log": "use --track=wandb of the observer operate instead; in a config file, set wandb_log = False",
+        "wandb_project": "set the environment variable WANDB_PROJECT instead",
+        "wandb_run_name": "set the environment variable WANDB_NAME instead",
+    }
+
     @property
     def uses_autocast(self) -> bool:
         """Whether matrix products run under autocast. FSDP casts the parameters instead."""
@@ -216,7 +214,7 @@ def validate(config: TrainConfig, world_size: int) -> None:
     if config.resume_step is not None and config.init_from == "scratch":
         raise ConfigError(f"--resume_step={config.resume_step} needs --init_from=resume, or the directory of a run")
     config.check(world_size)
-    if config.gradient_accumulation_steps % world_size:
+    if config.trains and config.gradient_accumulation_steps % world_size:
         steps = config.gradient_accumulation_steps
         ranks = [n for n in range(1, min(steps, 1024) + 1) if steps % n == 0]
         raise ConfigError(

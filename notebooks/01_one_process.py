@@ -20,7 +20,7 @@ import torch
 
 from nanoGPT.distributed.runtime import reseed
 from nanoGPT.train_config import TrainConfig
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.prepare.tokenizer import load_tokenizer
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw, grad_norm
@@ -60,7 +60,7 @@ config = TrainConfig(
 # of the line `y:` could you not write down?
 
 # %%
-data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+data = TokenData(config)
 tokenizer = load_tokenizer(data.tokenizer)
 
 
@@ -68,7 +68,7 @@ def to_text(ids: torch.Tensor) -> str:
     return tokenizer.decode(ids.tolist()).replace("\n", "⏎")
 
 
-x, y = data.batch("train", TRAIN, step=0, micro_batch=0)
+x, y = data.batch("train", step=0, micro_batch=0)
 print("x", tuple(x.shape), "y", tuple(y.shape), x.dtype)
 for row in range(2):
     print()
@@ -88,9 +88,8 @@ for position in range(5):
 # generator*: a generator without hidden state, which computes its numbers from the key only. It returns the first
 # position of each window. No state is kept between two calls.
 #
-# In `data.batch("train", TRAIN, 0, 0)`, `"train"` is the split, the part of the text that is read: `"train"` or
-# `"val"`, for validation. `TRAIN` is the purpose of the batch, which is `TRAIN` or `EVALUATE`. The purpose belongs to
-# the key, so that evaluations draw other windows.
+# In `data.batch("train", 0, 0)`, `"train"` is the split, the part of the text that is read: `"train"` or
+# `"val"`, for validation. The split also belongs to the key.
 #
 # **Predict first:** which of these four lines print `True`?
 
@@ -100,13 +99,13 @@ def batches_are_equal(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tenso
 
 
 for step in range(100):
-    data.batch("train", TRAIN, step, 3)  # these calls would move the position of a data loader with a state
-new_data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data.batch("train", step, 3)  # these calls would move the position of a data loader with a state
+new_data = TokenData(config)
 
-print("same key, read again:          ", batches_are_equal((x, y), data.batch("train", TRAIN, 0, 0)))
-print("same key, new TokenData object:", batches_are_equal((x, y), new_data.batch("train", TRAIN, 0, 0)))
-print("other micro-batch:             ", batches_are_equal((x, y), data.batch("train", TRAIN, 0, 1)))
-print("other step:                    ", batches_are_equal((x, y), data.batch("train", TRAIN, 1, 0)))
+print("same key, read again:          ", batches_are_equal((x, y), data.batch("train", 0, 0)))
+print("same key, new TokenData object:", batches_are_equal((x, y), new_data.batch("train", 0, 0)))
+print("other micro-batch:             ", batches_are_equal((x, y), data.batch("train", 0, 1)))
+print("other step:                    ", batches_are_equal((x, y), data.batch("train", 1, 0)))
 
 # %% [markdown]
 # Every process that requests micro-batch 3 of step 7 gets the same tokens, now or after a crash.
@@ -166,7 +165,7 @@ print(f"logits of the last token {tuple(logits.shape)}, loss {loss.item():.3f}, 
 # in one batch? What is the norm of the gradient if you forget to divide?
 
 # %%
-micro_batches = [data.batch("train", TRAIN, 0, i) for i in range(4)]
+micro_batches = [data.batch("train", 0, i) for i in range(4)]
 
 for xs, ys in micro_batches:
     loss = model(xs, ys)
@@ -536,14 +535,14 @@ assert resumed_curve == uninterrupted_curve
 # def average_gradient(model_config, config):
 #     import torch
 #     import torch.distributed as dist
-#     from nanoGPT.dataset import TRAIN, TokenData
+#     from nanoGPT.dataset import TokenData
 #     from nanoGPT.model import GPT
 #
-#     data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+#     data = TokenData(config)
 #     model = GPT(model_config)
 #     model.init_weights(config.seed)
 #     for i in range(dist.get_rank(), 4, dist.get_world_size()):
-#         loss = model(*data.batch("train", TRAIN, 0, i))
+#         loss = model(*data.batch("train", 0, i))
 #         (loss / 2).backward()
 #     flat_gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
 #     dist.all_reduce(flat_gradient)

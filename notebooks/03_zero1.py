@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.costs import storage_bytes
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.observers import add_flags
@@ -60,7 +60,7 @@ config = add_flags(Zero1Config, "measure")(  # with the flag of the ledger
 # %%
 def create_model_and_data(config: Zero1Config) -> tuple[GPT, TokenData]:
     """Return the data, and a model with its initial weights, which are the same on every rank."""
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     model = GPT(GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]}))
     model.init_weights(config.seed)
     return model, data
@@ -100,7 +100,7 @@ def measure_state_bytes(config: Zero1Config, is_sharded: bool) -> dict[str, int]
     model, data = create_model_and_data(config)
     optimizer = make_flat_zero1(model) if is_sharded else make_adamw(model)
     parallel_model = model if is_sharded else DDP(model, gradient_as_bucket_view=True)
-    loss = parallel_model(*data.batch("train", TRAIN, 0, dist.get_rank()))
+    loss = parallel_model(*data.batch("train", 0, dist.get_rank()))
     loss.backward()
     gradients = storage_bytes(p.grad for p in model.parameters())
     optimizer.step()
@@ -282,7 +282,7 @@ def compute_gradients(model: GPT, optimizer, data: TokenData, config: Zero1Confi
     for micro_batch in micro_batches:
         # Zero1Optimizer reduces gradients in the backward pass of the last micro-batch only, as DDP does.
         optimizer.require_backward_grad_sync = micro_batch == micro_batches[-1]
-        loss = model(*data.batch("train", TRAIN, step, micro_batch))
+        loss = model(*data.batch("train", step, micro_batch))
         (loss / len(micro_batches)).backward()
         loss_sum += loss.detach()
     return loss_sum

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
 from phase1_zero1.parallelize import Zero1Config
@@ -30,7 +30,7 @@ config = Zero1Config(  # that of notebook 3
 
 def create_model_and_data(config: Zero1Config) -> tuple[GPT, TokenData]:
     """Return the data, and a model with its initial weights, which are the same on every rank."""
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     model = GPT(GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]}))
     model.init_weights(config.seed)
     return model, data
@@ -158,7 +158,7 @@ def train_by_hand(config: Zero1Config, make_optimizer, before_step, steps: int) 
         loss_sum = torch.zeros((), dtype=torch.float64)
         for micro_batch in micro_batches:
             optimizer.require_backward_grad_sync = micro_batch == micro_batches[-1]
-            loss = model(*data.batch("train", TRAIN, step, micro_batch))
+            loss = model(*data.batch("train", step, micro_batch))
             (loss / len(micro_batches)).backward()
             loss_sum += loss.detach()
         norms.append(before_step(model, optimizer))

@@ -301,13 +301,13 @@ assert round(2 * scores_bytes / attention_bytes) == 8 and 2 * logits_bytes > 6 *
 # steps?
 
 # %%
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw
 from phase2_triton.apply import TritonConfig, apply_kernels, kernel_optimizer
 
 config = TritonConfig(device="cpu", batch_size=4, n_embd=32)
-data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+data = TokenData(config)
 shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
 
 # %%
@@ -320,7 +320,7 @@ def train_6_steps(use_kernels: bool) -> tuple[list[float], list[str]]:
     optimizer = kernel_optimizer(model, config) if use_kernels else configure_adamw(model, config)
     losses = []
     for step in range(6):
-        loss = model(*data.batch("train", TRAIN, step, 0))
+        loss = model(*data.batch("train", step, 0))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

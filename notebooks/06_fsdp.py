@@ -55,7 +55,7 @@ config = FsdpConfig(
     max_iters=6, eval_interval=6, eval_iters=4, log_interval=1,
     learning_rate=2e-3, min_lr=2e-4, warmup_iters=2,
 )
-data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+data = TokenData(config)
 shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
 P = sum(p.numel() for p in GPT(shape).parameters())
 print(f"P = {P:,} parameters in {config.n_layer} blocks, the embeddings and the last LayerNorm")

@@ -230,7 +230,7 @@ assert reason == "the hash of __1_0.distcp differs from the one in the manifest"
 # of the number's fraction instead?
 
 # %%
-from nanoGPT.dataset import EVALUATE, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.model import GPT, GPTConfig
 
 
@@ -239,9 +239,9 @@ def evaluate_loss(state: dict[str, torch.Tensor]) -> float:
     model = GPT(GPTConfig.from_dict(manifest["model_args"])).eval()
     weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
     model.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]})
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     with torch.no_grad():
-        return model(*data.batch("val", EVALUATE, 0, 0)).item()
+        return model(*data.batch("val", 0, 0)).item()
 
 
 # %%
@@ -598,10 +598,10 @@ def train_with_hang(config: FsdpConfig) -> None:
     """Train; rank 1 hangs when it reads a batch of step 2."""
     sys.stderr, read_batch = sys.stdout, TokenData.batch
 
-    def batch(self, split, purpose, step, micro_batch):
+    def batch(self, split, step, micro_batch):
         if (split, step, dist.get_rank()) == ("train", 2, 1):
             time.sleep(1000)
-        return read_batch(self, split, purpose, step, micro_batch)
+        return read_batch(self, split, step, micro_batch)
 
     TokenData.batch = batch
     train(config)
@@ -751,7 +751,7 @@ assert stacks[0][0].startswith("distributed/distributed_c10d.py") and "unshard" 
 #     def batch(self, split, purpose, step, micro_batch):
 #         if (split, step, dist.get_rank()) == ("train", 2, 1):
 #             os.kill(os.getpid(), signal.SIGSTOP)
-#         return read_batch(self, split, purpose, step, micro_batch)
+#         return read_batch(self, split, step, micro_batch)
 #
 #     TokenData.batch = batch
 #     train(config)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import LossScaler, configure_adamw
@@ -50,7 +50,7 @@ config = TrainConfig(**{**SMALL, "gradient_accumulation_steps": 2})
 
 
 def load_data(config: TrainConfig) -> TokenData:
-    return TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    return TokenData(config)
 
 
 data = load_data(config)
@@ -195,7 +195,7 @@ def measure_paper_layout(config: TrainConfig) -> dict[str, int]:
     model.init_weights(config.seed)
     model.bfloat16()
     optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=1e-3)
-    model(*load_data(config).batch("train", TRAIN, 0, dist.get_rank())).backward()
+    model(*load_data(config).batch("train", 0, dist.get_rank())).backward()
     gradients = storage_bytes(p.grad for p in model.parameters())
     optimizer.step()
     states = [tensor for _, _, items in optimizer.local_state() for tensor in items.values() if tensor.dim()]
@@ -265,7 +265,7 @@ def collect_logit_gradients() -> Tensor:
     model, gradients = GPT(gpt2_shape), []
     model.init_weights(config.seed)
     model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: gradients.append(outputs[0].abs()))
-    (model(*gpt2_data.batch("train", TRAIN, 0, 0)) / gpt2_config.gradient_accumulation_steps).backward()
+    (model(*gpt2_data.batch("train", 0, 0)) / gpt2_config.gradient_accumulation_steps).backward()
     return gradients[0].flatten()
 
 
@@ -347,7 +347,7 @@ def measure_reduction_error(config: TrainConfig) -> dict[str, float]:
     """All-reduce the gradients of all ranks in three dtypes. Return the relative errors of the sum."""
     model = GPT(shape)
     model.init_weights(config.seed)
-    model(*load_data(config).batch("train", TRAIN, 0, dist.get_rank())).backward()
+    model(*load_data(config).batch("train", 0, dist.get_rank())).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     sums = {dtype: gradient.to(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
     for flat in sums.values():

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from bench.plan.plan import MODELS
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from measure.tracker import MemoryTracker
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_adamw
@@ -410,13 +410,13 @@ assert cache == 2 * 44 * 2048 * 6144 * 2
 def measure_evaluation(has_no_grad: bool) -> float:
     """Return the bytes of activations that are alive after 4 micro-batches of an evaluation."""
     config = make_config("baseline", Path(folder.name), **FIELDS)
-    data, model = TokenData(config.dataset, SMALL_T, SMALL_B, config.seed), GPT(small)
+    data, model = TokenData(config), GPT(small)
     model.init_weights(config.seed)
     with MemoryTracker(model, configure_adamw(model, config)) as memory:
         total = torch.zeros(())
         with torch.set_grad_enabled(not has_no_grad):
             for micro_batch in range(4):
-                total = total + model(*data.batch("val", TRAIN, 0, micro_batch))
+                total = total + model(*data.batch("val", 0, micro_batch))
         return memory.snapshot()["activations"]
 
 

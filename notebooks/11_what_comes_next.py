@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.costs import ring_bytes, storage_bytes
 from measure.ledger import CollectiveCounter
 from nanoGPT.model import GPT, GPTConfig
@@ -48,7 +48,7 @@ config = TrainConfig(
     max_iters=20, eval_interval=20, eval_iters=4, log_interval=1, learning_rate=2e-3, min_lr=2e-4, warmup_iters=2,
     out_dir=f"{folder.name}/baseline",
 )
-data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+data = TokenData(config)
 shape = GPTConfig.from_dict({**dataclasses.asdict(config), "vocab_size": data.tokenizer["vocab_size"]})
 P, L, C, B, T = shape.count_params(), shape.n_layer, shape.n_embd, config.batch_size, config.block_size
 
@@ -163,7 +163,7 @@ def norm_over_ranks(model: GPT) -> Tensor:
 # %%
 def run_micro_batch(model: GPT, data: TokenData, step: int, micro_batch: int, micro_batches: int) -> float:
     """Add the gradients of a micro-batch to `.grad`, and return its loss."""
-    loss = model(*data.batch("train", TRAIN, step, micro_batch))
+    loss = model(*data.batch("train", step, micro_batch))
     (loss / micro_batches).backward()
     return loss.item()
 
@@ -174,7 +174,7 @@ from nanoGPT.train import learning_rate
 
 def train_tensor_parallel(config: TrainConfig, shape: GPTConfig, reduces_backward: bool = True) -> dict:
     """Train on all ranks as one model. Return the losses, the bytes of weights, and the collectives of a step."""
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     model, loss_of_step, M = GPT(shape), {}, config.gradient_accumulation_steps
     model.init_weights(config.seed)
     divide_model(model, reduces_backward)
@@ -309,7 +309,7 @@ def norm_on_mesh(model: GPT, mesh: DeviceMesh) -> Tensor:
 def train_on_mesh(config: TrainConfig, shape: GPTConfig) -> dict:
     """Train on a mesh of 2 x 2 ranks. Return the losses, and the bytes of weights of this rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     model, loss_of_step, M = GPT(shape), {}, config.gradient_accumulation_steps
     model.init_weights(config.seed)
     divide_model(model, group=mesh["tp"].get_group())

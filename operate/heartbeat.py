@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import write_error_file
+from nanoGPT.errors import report_to_launcher
 from operate.device_progress import DeviceProgress
 from operate.run_files import replace_json
 from operate.watchdog import GRACE_SECONDS, StallDetector, dump_and_kill, is_child_of
@@ -259,6 +259,6 @@ class HeartbeatThread:
             dump_and_kill([each["pid"] for each in unresponsive.values() if is_child_of(each, os.getppid())])
         else:
             time.sleep(GRACE_SECONDS)
-        if not write_error_file(message) and is_first:
+        if not report_to_launcher(message) and is_first:
             print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(code)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanoGPT.costs import storage_bytes
-from nanoGPT.dataset import TRAIN, TokenData, to_device
+from nanoGPT.dataset import TokenData, to_device
 from nanoGPT.job.command import command_line, read_launched_ranks, report_errors
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import clip_grads, grad_norm, param_groups
@@ -131,7 +131,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     config = TrainConfig()
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     model = GPT(GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]}))
     model.init_weights(config.seed)  # the same values on every rank
     model.to(device)
@@ -141,7 +141,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
     for step in range(max_iters):
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch in range(rank, micro_batches, ranks):  # the micro-batches of this rank
-            loss = model(*to_device(data.batch("train", TRAIN, step, micro_batch), device))
+            loss = model(*to_device(data.batch("train", step, micro_batch), device))
             loss_sum += loss.detach()
             (loss / (micro_batches // ranks)).backward()
         grads = optimizer.reduce_gradients()

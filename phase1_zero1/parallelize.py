@@ -42,7 +42,7 @@ class Zero1Config(TrainConfig):
         if not self.zero1_bucket_mb > 0:
             raise ConfigError(f"--zero1_bucket_mb={self.zero1_bucket_mb} is out of range: use a number above 0")
         if self.kernels.lower() != "none":
-            import_optional(KERNELS, f"--kernels={self.kernels}").resolve_kernels(self, self.kernels, "cuda")
+            import_optional(KERNELS, f"--kernels={self.kernels}").check_kernels(self)
         if self.zero_stage not in (1, 2):
             raise ConfigError(
                 f"--zero_stage={self.zero_stage} is out of range: use 1 or 2, or `make phase3` for stage 3"
@@ -67,11 +67,9 @@ def shard_optimizer(model: GPT, config: Zero1Config) -> Zero1Optimizer:
 
 def parallelize(model: GPT, optimizer: Zero1Optimizer, config: Zero1Config, run: Runtime) -> nn.Module:
     """Return the module to call: the model with its kernels, compiled if `config.compile` is set; in DDP for torch."""
-    kernels = "none"
-    if config.kernels.lower() != "none":
-        kernels = import_optional(KERNELS, f"--kernels={config.kernels}").apply_resolved_kernels(
-            model, config, config.kernels, run
-        )
+    has_kernels = config.kernels.lower() != "none" and import_optional(
+        KERNELS, f"--kernels={config.kernels}"
+    ).apply_configured_kernels(model, config, run)
     if config.zero1_backend != "flat":
         backends = import_optional(BACKENDS, f"--zero1_backend={config.zero1_backend}")
         return backends.parallelize(model, config, run)
@@ -80,7 +78,7 @@ def parallelize(model: GPT, optimizer: Zero1Optimizer, config: Zero1Config, run:
         model.compile_by_block()
     elif config.compile:
         return torch.compile(model)  # type: ignore[return-value]
-    elif kernels == "none":  # compiled code cannot wait for a collective, and kernels read parameters of other modules
+    elif not has_kernels:  # compiled code cannot wait for a collective, and kernels read parameters of other modules
         optimizer.gather_during_forward(model)
     return model
 

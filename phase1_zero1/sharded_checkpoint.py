@@ -6,8 +6,6 @@ finds in its index the ranges that overlap with those of the reading rank. No ra
 Only the checkpoint of another phase is read as full tensors.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nanoGPT.checkpoint import shards
-from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.manifest import Checkpoint, NewFiles
 from nanoGPT.optim import allocate_state
 from phase1_zero1.zero1 import Zero1Optimizer
 
@@ -71,7 +69,7 @@ def save_shards(files: NewFiles, model: nn.Module, optimizer: Zero1Optimizer) ->
     shards.write_shards(files, training_state(model, optimizer))
 
 
-def load_shards(path: Path, model: nn.Module, optimizer: Zero1Optimizer) -> None:
+def load_shards(checkpoint: Checkpoint, model: nn.Module, optimizer: Zero1Optimizer) -> None:
     """Load a checkpoint of any phase, written by any number of ranks. Collective.
 
     Raises:
@@ -80,7 +78,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: Zero1Optimizer) -> None
     for inner in optimizer.inner_optimizers:
         allocate_state(inner)
     state = training_state(model, optimizer)
-    loaded = shards.load_shards(path, state, has_flat_moments, copy_part)
+    loaded = shards.load_shards(checkpoint, "zero1", state, copy_part)
     names = {param: name for name, param in model.named_parameters()}
     for param, _, items in list(optimizer.local_state()):
         keys = {item: f"optimizer.{names[param]}.{item}" for item in items}
@@ -89,11 +87,6 @@ def load_shards(path: Path, model: nn.Module, optimizer: Zero1Optimizer) -> None
             copy_part(state[master], param.detach())
         if loaded.isdisjoint(keys.values()):  # a parameter that has never had a gradient has no state
             optimizer.state[param].clear()
-
-
-def has_flat_moments(sizes: Mapping[str, torch.Size]) -> bool:
-    """Return whether stored tensors are those of this phase. Phase 3 stores the moments of matrices as matrices."""
-    return all(len(size) < 2 for key, size in sizes.items() if key.startswith("optimizer."))
 
 
 @torch.no_grad()

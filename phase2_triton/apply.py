@@ -9,7 +9,7 @@ these classes. Parameter names and the state dict stay the same, so any checkpoi
 Triton cannot run on the device, the model does not change, and one line gives the reason.
 """
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,6 +41,10 @@ AUTO_COMPILED = ("loss",)
 AUTO_EAGER = ("attention", "embedding", "gelu", "layernorm", "loss")
 
 
+class ModelError(ConfigError, KernelError):
+    """A model that a kernel would change, or that it does not support."""
+
+
 @dataclass
 class TritonConfig(TrainConfig):
     """GPT-2 training with Triton kernels. On a CPU the kernels are interpreted, so the default model is small."""
@@ -69,108 +73,57 @@ class TritonConfig(TrainConfig):
     """micro-batches per evaluation, in total over all ranks"""
 
     def check(self, world_size: int) -> None:
-        """Check that the attention kernel supports the heads' size.
-
-        Raises:
-            ConfigError: the heads are too wide.
-        """
-        head_size, names = self.n_embd // self.n_head, parse_kernels(self.select_kernels("cuda"))
-        if "attention" in names and head_size > MAX_HEAD_SIZE:
-            raise ConfigError(
-                f"--n_embd={self.n_embd} --n_head={self.n_head} makes heads of {head_size} channels, and the attention "
-                f"kernel supports up to {MAX_HEAD_SIZE}: use more heads, or --kernels without attention"
-            )
-
-    def select_kernels(self, device_type: str) -> str:
-        """Return the kernels that `--kernels` means on a device: see `select_kernels`."""
-        return select_kernels(self.kernels, device_type, self.compile, self.n_embd // self.n_head)
+        check_kernels(self, KERNELS)
 
 
-def select_kernels(kernels: str, device_type: str, is_compiled: bool, head_size: int) -> str:
+def check_kernels(config: Any, supported: Sequence[str] = KERNELS[1:]) -> None:
+    """Check `config.kernels`, by default for phases 1 and 3: the kernel of AdamW cannot update shards.
+
+    Raises:
+        ConfigError: as `choose_kernels`.
+    """
+    choose_kernels(config.kernels, "cuda", config.compile, config.n_embd // config.n_head, supported)
+
+
+def choose_kernels(
+    kernels: str, device_type: str, is_compiled: bool, head_size: int, supported: Sequence[str] = KERNELS
+) -> frozenset[str]:
     """Return the kernels that a value of `--kernels` means on a device. Only `auto` depends on the device.
 
     `auto` selects the kernels that are expected to be faster than torch's operations. docs/choosing.md gives the
     reasons and a measurement.
 
     Args:
-        kernels: the value of the flag.
+        kernels: the value of the flag: all (or triton), none, auto, or a list such as layernorm,loss.
         device_type: the type of the device that the model runs on.
         is_compiled: whether torch.compile compiles the model.
         head_size: channels of an attention head. auto leaves out attention if its kernel does not support them, or if
             the GPU has too little shared memory for it.
-
-    Returns:
-        none, all (which phases 1 and 3 call triton) or a list of kernels.
-    """
-    word = kernels.strip().lower()
-    if word != "auto":
-        return "all" if word == "triton" else kernels
-    if device_type != "cuda":
-        return "none"
-    names = AUTO_COMPILED if is_compiled else AUTO_EAGER
-    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE
-    has_attention = head_size <= MAX_HEAD_SIZE and not is_old
-    return ",".join(name for name in names if name != "attention" or has_attention)
-
-
-def parse_kernels(
-    kernels: str, valid_values: str = f"all, none, auto, or some of {','.join(KERNELS)}"
-) -> frozenset[str]:
-    """Parse a value of `--kernels`: `all`, `none` or a list such as `layernorm,loss`. For auto, see `select_kernels`.
-
-    Args:
-        kernels: the value of the flag, after `select_kernels`.
-        valid_values: the values that the error message suggests.
-
-    Returns:
-        The names of the kernels.
+        supported: the kernels of the trainer.
 
     Raises:
-        ConfigError: a name is not a kernel.
+        ConfigError: a name is not one of these kernels.
+        ModelError: the heads are too wide for the kernel of attention.
     """
-    names = [name.strip().lower() for name in kernels.split(",")]
-    if names in (["all"], ["none"]):
-        return frozenset(KERNELS if names == ["all"] else ())
-    for name in names:
-        if name not in KERNELS:
-            suggestion = did_you_mean(name, [*KERNELS])
-            advice = suggestion or f": use {valid_values}"
-            raise ConfigError(f"--kernels={kernels}: there is no kernel {name!r}{advice}")
+    word, names = kernels.strip().lower(), {*supported}
+    if word == "none" or (word == "auto" and device_type != "cuda"):
+        return frozenset()
+    if word == "auto":
+        is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE
+        names = {*(AUTO_COMPILED if is_compiled else AUTO_EAGER)}
+        names -= {"attention"} if is_old or head_size > MAX_HEAD_SIZE else set()
+    elif word not in ADAPTING:
+        names = {name.strip() for name in word.split(",")}
+    for name in sorted(names - {*supported}):
+        reason = "AdamW's kernel does not update shards" if name in KERNELS else f"there is no kernel {name!r}"
+        advice = did_you_mean(name, [*supported]) or f": use all, none, auto, or some of {','.join(supported)}"
+        raise ConfigError(f"--kernels={kernels}: {reason}{advice}")
+    if "attention" in names and head_size > MAX_HEAD_SIZE:
+        raise ModelError(
+            f"--n_embd and --n_head make heads of {head_size} channels, and the attention kernel supports up to "
+            f"{MAX_HEAD_SIZE}: use more heads, or --kernels without attention"
+        )
     return frozenset(names)
-
-
-def resolve_kernels(config: TrainConfig, kernels: str, device_type: str) -> str:
-    """Return the kernels of a phase that shards its model or optimizer, in the format of `apply_kernels`.
-
-    Args:
-        config: its `n_embd`, `n_head` and `compile` are used.
-        kernels: a value of `--kernels`. triton and all mean all that these phases support.
-        device_type: the type of the device that the model runs on.
-
-    Raises:
-        ConfigError: a name is unknown, or it is adamw, whose kernel cannot update shards; or the heads are too wide.
-    """
-    kernels, supported = kernels.strip().lower(), ",".join(name for name in KERNELS if name != "adamw")
-    names = select_kernels(kernels, device_type, config.compile, config.n_embd // config.n_head)
-    parsed = parse_kernels(names, f"triton, none, auto, or some of {supported}")
-    if kernels in ADAPTING:
-        parsed -= {"adamw"}
-    if "adamw" in parsed:
-        raise ConfigError(f"--kernels={kernels}: AdamW's kernel does not update shards: use --kernels={supported}")
-    resolved = ",".join(sorted(parsed)) or "none"
-    TritonConfig(n_embd=config.n_embd, n_head=config.n_head, kernels=resolved).check(1)
-    return resolved
-
-
-def apply_resolved_kernels(model: GPT, config: TrainConfig, kernels: str, run: Runtime) -> str:
-    """Change a model so that it computes with the kernels of `resolve_kernels`; print the changes, return the names."""
-    shaped = dataclasses.replace(config, n_head=model.config.n_head, n_embd=model.config.n_embd)
-    resolved = resolve_kernels(shaped, kernels, run.device.type)
-    if kernels.lower() != "none":
-        requested = kernels if kernels.strip().lower() in ADAPTING else resolved
-        for line in apply_kernels(model, requested, run.device.type, config.compile):
-            run.print0(line)
-    return resolved
 
 
 class KernelLayerNorm(nn.LayerNorm):
@@ -230,8 +183,12 @@ def add_methods(name: str, bases: Any) -> Any:
     return type(name, bases, {})
 
 
-class ModelError(ConfigError, KernelError):
-    """A model that a kernel would change."""
+KERNEL_CLASSES = (KernelLayerNorm, KernelAttention, KernelMLP, KernelBlock, KernelModel)
+
+
+def has_kernels(model: nn.Module) -> bool:
+    """Return whether a module of the model computes with a kernel."""
+    return any(isinstance(module, KERNEL_CLASSES) for module in model.modules())
 
 
 def check_model(model: GPT) -> None:
@@ -244,9 +201,8 @@ def check_model(model: GPT) -> None:
         raise ModelError(
             f"apply_kernels: the model is a {type(model).__name__}: pass a GPT, before it is compiled or wrapped"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, (KernelLayerNorm, KernelAttention, KernelMLP, KernelBlock, KernelModel)):
-            raise ModelError(f"apply_kernels: {name} already has a kernel: name all kernels in one call")
+    if has_kernels(model):
+        raise ModelError("apply_kernels: the model already has kernels: name all kernels in one call")
 
 
 # The name of the kernel, the class of the baseline, the class that replaces it, and the description that is printed.
@@ -283,14 +239,14 @@ def apply_kernels(model: GPT, kernels: str = "all", device: str | None = None, i
         One line for each change, or one line with the reason why nothing changed.
 
     Raises:
-        ConfigError: a name is not a kernel.
+        ConfigError: as `choose_kernels`.
         ModelError: the model is not one of this project's, or a kernel of a list does not compute what the model does.
             `all` and `auto` leave out such a kernel.
     """
     check_model(model)
     device_type = device or next(model.parameters()).device.type
     head_size = model.config.n_embd // model.config.n_head
-    names = parse_kernels(select_kernels(kernels, device_type, is_compiled, head_size))
+    names = choose_kernels(kernels, device_type, is_compiled, head_size)
     changes = {name: change for name in sorted(names - {"adamw"}) if (change := find_change(model, name))}
     lines, word = [], kernels.strip().lower()
     if word in ADAPTING:
@@ -342,8 +298,15 @@ def replace_modules(model: GPT, names: frozenset[str]) -> list[str]:
 def kernel_optimizer(model: GPT, config: TritonConfig) -> torch.optim.Optimizer:
     """Return the configuration's optimizer. AdamW uses the Triton kernel if `--kernels` includes it and it can run."""
     device_type = next(model.parameters()).device.type
-    has_kernel = config.optimizer == "adamw" and "adamw" in parse_kernels(config.select_kernels(device_type))
-    if not has_kernel or unavailable_reason(device_type):
+    names = choose_kernels(config.kernels, device_type, config.compile, config.n_embd // config.n_head)
+    if config.optimizer != "adamw" or "adamw" not in names or unavailable_reason(device_type):
         return configure_optimizer(model, config)
     groups = param_groups(model, config.weight_decay)
     return TritonAdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+
+
+def apply_configured_kernels(model: GPT, config: Any, run: Runtime) -> bool:
+    """Change a model as `config.kernels` says, and print the changes. Return whether it now has kernels."""
+    for line in apply_kernels(model, config.kernels, run.device.type, config.compile):
+        run.print0(line)
+    return has_kernels(model)

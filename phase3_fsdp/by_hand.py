@@ -253,7 +253,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
         max_iters: number of steps.
         micro_batches: per step, in total over all ranks.
     """
-    from nanoGPT.dataset import TRAIN, TokenData, to_device
+    from nanoGPT.dataset import TokenData, to_device
     from nanoGPT.job.command import read_launched_ranks
     from nanoGPT.model import GPT, GPTConfig
     from nanoGPT.train_config import TrainConfig
@@ -261,7 +261,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
 
     rank, ranks = read_launched_ranks(micro_batches)
     device, config = join_ranks(), TrainConfig()
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     model = GPT(GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]})).to(device)
     model.init_weights(config.seed)  # the same values on every rank
     sharded = HandmadeFSDP(model, list(model.blocks))
@@ -272,7 +272,7 @@ def main(max_iters: int = 20, micro_batches: int = 8) -> None:
     ]
     optimizer = torch.optim.AdamW(groups, config.learning_rate, (config.beta1, config.beta2))
     for step in range(max_iters):
-        batches = [data.batch("train", TRAIN, step, i) for i in range(rank, micro_batches, ranks)]
+        batches = [data.batch("train", step, i) for i in range(rank, micro_batches, ranks)]
         loss, norm = sharded.train_step(optimizer, [to_device(batch, device) for batch in batches], config.grad_clip)
         if rank == 0:
             print(f"step {step}  loss {loss:.6f}  gradient norm {norm:.4f}", flush=True)

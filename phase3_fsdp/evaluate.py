@@ -8,7 +8,7 @@ optimizer state: a rank stores 4P/N bytes of weights, and all-gathers units whil
 you can evaluate a run while it is training.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +35,6 @@ class EvaluateConfig(fsdp.FsdpConfig):
 
     def check(self, world_size: int) -> None:
         super().check(world_size)
-        self.gradient_accumulation_steps = world_size  # an evaluation accumulates nothing, so any number of ranks works
         if self.init_from == "scratch":
             raise ConfigError("--init_from=scratch has no trained weights: use resume, gpt2 or a directory")
 
@@ -46,20 +45,20 @@ Config = EvaluateConfig
 def evaluate_weights(config: EvaluateConfig) -> float:
     """Return the mean loss over `eval_iters` micro-batches of validation tokens, and print it."""
     with start(config, reads_only=True) as run:
-        data = TokenData.from_config(config)
+        data = TokenData(config)
         source, checkpoint = config.init_from, None
         if source == "resume":
             checkpoint = find_checkpoint(Path(config.out_dir), run, config.resume_step)
             source = str(checkpoint.path)
-        model_args, weights = read_starting_point(config, data, checkpoint, run, trains=False)
+        model_args, weights = read_starting_point(config, data, checkpoint, run)
         if checkpoint:
             weights = read_full_state(checkpoint.path).model
         with put_parameters_on_meta():
             model = model_args.create_model()
         model = fsdp.shard_model(model, config, run)
-        fsdp.init_shards(model, replace(config, init_from=source), run, weights)
+        fsdp.init_shards(model, config, run, weights)
         loss = evaluate(model, data, 0, config, run)
-        tokens = config.eval_iters * data.batch_size * data.block_size
+        tokens = config.eval_iters * config.batch_size * config.block_size
         perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # inf for a loss above 709, where math.exp raises
         quality = f"validation loss {loss:.6f}, perplexity {perplexity:.3f}, over {tokens:,} tokens"
         run.print0(f"{source}: {quality}")

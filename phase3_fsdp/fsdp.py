@@ -48,10 +48,8 @@ class FsdpConfig(TrainConfig):
     FOREIGN_FLAGS = {
         **TrainConfig.FOREIGN_FLAGS,
         "fsdp_min_num_params": "use --fsdp_wrap with this number instead, such as --fsdp_wrap=1e6",
-        **dict.fromkeys(("problems", "start", "num", "tokens"), "use it with `make evaluate`, which solves problems"),
+        "problems start num tokens": "use it with `make evaluate`, which solves problems",
     }
-
-    trains = True  # False in evaluate.py, in which a rank stores parameters only
 
     fsdp_wrap: str = "block"
     """the units: block (every block), or the minimum number of parameters of a unit, a module with submodules: 1e6"""
@@ -79,7 +77,7 @@ class FsdpConfig(TrainConfig):
     def check(self, world_size: int) -> None:
         select_checkpointed_blocks(self.fsdp_activation_checkpointing, self.n_layer)
         if self.kernels.lower() != "none":
-            import_optional(KERNELS, f"--kernels={self.kernels}").resolve_kernels(self, self.kernels, "cuda")
+            import_optional(KERNELS, f"--kernels={self.kernels}").check_kernels(self)
         if self.fsdp_wrap != "block" and not 1 <= self.min_num_params < math.inf:
             raise ConfigError(f"--fsdp_wrap={self.fsdp_wrap} is invalid: use block, or a number of parameters from 1")
         size = self.fsdp_shard_size
@@ -149,8 +147,7 @@ def shard_model(model: GPT, config: FsdpConfig, run: Runtime) -> GPT:
         ConfigError: `fsdp_shard_size=node`, and the nodes have different numbers of ranks.
     """
     if config.kernels.lower() != "none":
-        kernels = import_optional(KERNELS, f"--kernels={config.kernels}")
-        kernels.apply_resolved_kernels(model, config, config.kernels, run)
+        import_optional(KERNELS, f"--kernels={config.kernels}").apply_configured_kernels(model, config, run)
     checkpoint_activations(model, config.fsdp_activation_checkpointing)
     if config.compile:
         model.compile_by_block()
@@ -208,23 +205,18 @@ def find_units(model: GPT, config: FsdpConfig) -> list[nn.Module]:
     """
     if config.fsdp_wrap == "block":
         return list(model.blocks)
+    checkpointed = select_checkpointed_blocks(config.fsdp_activation_checkpointing, len(model.blocks))
+    inside_checkpointed = {module for i in checkpointed for module in model.blocks[i].modules()} - {*model.blocks}
     units: list[nn.Module] = []
-    checkpointed = [
-        model.blocks[i] for i in select_checkpointed_blocks(config.fsdp_activation_checkpointing, len(model.blocks))
-    ]
-
-    def count_unassigned(module: nn.Module) -> int:
-        children = [] if module in checkpointed else list(module.children())
-        unassigned = sum(p.numel() for p in module.parameters(recurse=not children))
-        unassigned += sum(map(count_unassigned, children))
-        can_be_unit = not isinstance(module, nn.ModuleDict | nn.ModuleList | GPT) and any(module.children())
-        if can_be_unit and unassigned >= config.min_num_params:
-            units.append(module)
-            return 0
-        return unassigned
-
-    count_unassigned(model)
-    return [module for module in model.modules() if module in units]
+    assigned: set[nn.Parameter] = set()
+    for module in reversed([*model.modules()]):  # every module comes after the modules inside it
+        unassigned = {*module.parameters()} - assigned
+        can_be_unit = any(module.children()) and not isinstance(module, nn.ModuleDict | nn.ModuleList | GPT)
+        is_large = sum(p.numel() for p in unassigned) >= config.min_num_params
+        if can_be_unit and is_large and module not in inside_checkpointed:
+            units.insert(0, module)
+            assigned |= unassigned
+    return units
 
 
 @torch.no_grad()
@@ -243,7 +235,7 @@ def init_shards(model: GPT, config: FsdpConfig, run: Runtime, weights: Mapping[s
         allocate_shards(model, torch.device("cpu") if config.fsdp_cpu_offload else run.device)
     for buffer in model.buffers():
         buffer.data = buffer.to(run.device)
-    if config.init_from == "resume":
+    if weights is None and config.init_from == "resume":
         return  # load_shards sets every value
     for name, param in model.named_parameters():
         if weights is None:

@@ -308,7 +308,7 @@ def main(
         save_to: directory for a checkpoint at the end; empty: save nothing.
         resume_from: directory of a checkpoint to resume from; empty: start from new weights.
     """
-    from nanoGPT.dataset import TRAIN, TokenData, to_device
+    from nanoGPT.dataset import TokenData, to_device
     from nanoGPT.errors import ConfigError
     from nanoGPT.job.command import read_launched_ranks
     from nanoGPT.model import GPT, GPTConfig, draw_initial_rows
@@ -321,7 +321,7 @@ def main(
     if save_to:
         check_new(save_to)
     device, config = join_ranks(), TrainConfig()
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     shape = GPTConfig.from_dict({**vars(config), "vocab_size": data.tokenizer["vocab_size"]})
 
     def fill(name: str, full: Tensor) -> None:
@@ -331,7 +331,7 @@ def main(
     optimizer = configure_adamw(model, config)
     first_step = load(resume_from, model, optimizer) if resume_from else 0
     for step in range(first_step, max_iters):
-        batches = [data.batch("train", TRAIN, step, i) for i in range(rank, micro_batches, ranks)]
+        batches = [data.batch("train", step, i) for i in range(rank, micro_batches, ranks)]
         loss, norm = train_step(model, optimizer, [to_device(batch, device) for batch in batches], config.grad_clip)
         if rank == 0:
             print(f"step {step}  loss {loss:.6f}  gradient norm {norm:.4f}", flush=True)

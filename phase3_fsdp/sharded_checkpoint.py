@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoGPT.checkpoint import shards
 from nanoGPT.checkpoint.directory import CheckpointDirectory
-from nanoGPT.checkpoint.manifest import Manifest, NewFiles
-from nanoGPT.checkpoint.starting_point import shapes_of
+from nanoGPT.checkpoint.manifest import Checkpoint, Manifest, NewFiles
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.distributed.sharding import local_shard
 from nanoGPT.errors import DivergedRanks, NonFiniteLoss, SaveError
@@ -63,7 +62,9 @@ def make_saver(
     `fields` are those of the manifest.
     """
     if is_async:
-        return AsyncSaver(checkpoints, model, optimizer, run).begin_save
+        saver = AsyncSaver(checkpoints, model, optimizer, run)
+        run.observers.members.append(saver)  # it waits for the last save at the end of the run
+        return saver.begin_save
     return lambda step, fields: checkpoints.save(step, lambda files: save_shards(files, model, optimizer), fields)
 
 
@@ -84,7 +85,6 @@ class AsyncSaver(Observer):
         self.cpu_state: dict[str, Tensor] = {}
         self.executor = ThreadPoolExecutor(1)
         self.pending_save: Future[None] | None = None
-        run.observers.members.append(self)
 
     def begin_save(self, step: int, fields: Manifest) -> Path:
         """Begin to save a checkpoint, and return its path, which will exist later. Collective.
@@ -147,7 +147,7 @@ class AsyncSaver(Observer):
         self.cpu_state = cpu_state
 
 
-def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_shards(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint of any phase and any number of ranks into a sharded model and its optimizer. Collective.
 
     Raises:
@@ -155,7 +155,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     """
     allocate_state(optimizer)
     state = training_state(model, optimizer)
-    loaded = shards.load_shards(path, state, lambda sizes: sizes.items() <= shapes_of(state).items(), copy_own_rows)
+    loaded = shards.load_shards(checkpoint, "fsdp", state, copy_own_rows)
     for name, param in model.named_parameters():
         if not any(key.startswith(f"optimizer.{name}.") for key in loaded):
             optimizer.state[param].clear()  # a float16 run that has skipped all its steps saves no optimizer state

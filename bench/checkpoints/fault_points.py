@@ -62,7 +62,7 @@ class Saver:
         """Set every number of the training state to `step` and save it."""
         for tensor in training_state(self.model, self.optimizer).values():
             tensor.fill_(step)
-        fields = {"phase": "torture"}
+        fields = {"phase": "fsdp"}
         if self.async_saver:
             self.async_saver.begin_save(step, fields)
         else:
@@ -79,8 +79,8 @@ class Saver:
         Raises:
             AssertionError: the checkpoint contains a number of another step.
         """
-        newest = self.checkpoints.find_newest()
-        load_shards(newest.path, self.model, self.optimizer)
+        newest = self.checkpoints.find()
+        load_shards(newest, self.model, self.optimizer)
         for name, tensor in training_state(self.model, self.optimizer).items():
             assert bool((tensor == newest.step).all()), f"{name} in {newest.path} contains numbers of another step"
         return newest.step

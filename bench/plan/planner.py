@@ -34,7 +34,7 @@ from nanoGPT.costs import ring_bytes
 from nanoGPT.distributed.runtime import DTYPES
 from nanoGPT.model import ModelConfig
 from nanoGPT.train_config import TrainConfig
-from phase2_triton.apply import parse_kernels, resolve_kernels
+from phase2_triton.apply import choose_kernels
 from phase2_triton.changes import find_change
 from phase2_triton.kernels import linear_cross_entropy
 from phase2_triton.kernels.core import KernelError
@@ -64,8 +64,7 @@ def select_auto_kernels(row: Row, shape: ModelConfig, device_type: str = "cuda",
     phase, options = row
     if options.get("kernels", "none").lower() != "auto":
         return row
-    config = TrainConfig(n_embd=shape.n_embd, n_head=shape.n_head, compile=is_compiled)
-    names = parse_kernels(resolve_kernels(config, "auto", device_type))
+    names = choose_kernels("auto", device_type, is_compiled, shape.n_embd // shape.n_head)
     model = replace(shape, n_layer=1).create_on_meta()
     kernels = ",".join(sorted(name for name in names if not find_change(model, name))) or "none"
     return phase, {**options, "kernels": kernels}
@@ -206,7 +205,7 @@ SAVED_PER_LOGIT = 10
 def loss_workspace(row: Row, job: Job, batch_size: int) -> int:
     """Return the bytes that the fused loss allocates inside its kernel, which a trace cannot see; 0 without it."""
     kernels = select_auto_kernels(row, job.shape)[1].get("kernels", "all" if row[0] == "phase2" else "none")
-    if "loss" not in parse_kernels("all" if kernels.lower() == "triton" else kernels):
+    if "loss" not in choose_kernels(kernels, "cuda", False, 1):
         return 0
     tokens, itemsize = batch_size * job.shape.block_size, DTYPES[job.dtype].itemsize
     return linear_cross_entropy.cost(tokens, job.shape.n_embd, job.shape.vocab_size, itemsize).workspace

@@ -96,7 +96,7 @@ def vocabulary_size(config: TrainConfig) -> int:
     """Return the number of rows of the token embedding, from the configuration or from the dataset's tokenizer."""
     if config.vocab_size:
         return config.vocab_size
-    return tokenizer_rows(TokenData(config.dataset, config.block_size, config.batch_size, config.seed).tokenizer)
+    return tokenizer_rows(TokenData(config).tokenizer)
 
 
 def find_gpu(device: str) -> Gpu | None:

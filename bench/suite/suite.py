@@ -92,7 +92,7 @@ def build_run(suite: Suite, phase: str, ranks: int, variant: str, values: dict[s
     """
     config = parse(load_config_class(phase), format_flags(values), ROOT / PHASES[phase] / "train.py", ranks)
     validate(config, ranks)
-    TokenData.from_config(config)
+    TokenData(config)
     for name in suite.metrics:
         metric = METRICS[name]
         if metric.needs and not getattr(config, metric.needs):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from nanoGPT.checkpoint.manifest import INDEX, NewFiles
-from nanoGPT.checkpoint.starting_point import check_shapes, load_sources, load_weights, shapes_of
+from nanoGPT.checkpoint.starting_point import check_sizes, load_sources, load_weights, sizes_of
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory, unreadable_checkpoint
 from nanoGPT.files import is_present, retry_reads
@@ -78,7 +78,7 @@ def read_ckpt(path: Path, interpret: Callable[[dict[str, Any]], T]) -> T:
 def split_entries(content: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """Return the weights, their shapes and the optimizer state in a `ckpt.pt` of this project, by parameter name."""
     names, states = content["optimizer_params"], content["optimizer"]["state"]
-    return content["model"], shapes_of(content["model"]), {names[i]: items for i, items in states.items()}
+    return content["model"], sizes_of(content["model"]), {names[i]: items for i, items in states.items()}
 
 
 def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -89,12 +89,12 @@ def load_training_state(path: Path, model: GPT, optimizer: torch.optim.Optimizer
     """
     if is_present(path / INDEX):
         state = load_sources("--init_from=resume with a checkpoint of another phase").read_full_state(path)
-        weights, shapes, moments = state.model, state.shapes, state.optimizer
+        weights, shapes, moments = state.model, state.sizes, state.optimizer
         expected = dict(model.named_parameters())
     else:
         weights, shapes, moments = read_ckpt(path / "ckpt.pt", split_entries)
         expected = model.state_dict()  # with all names of tied parameters
-    check_shapes(path, shapes, shapes_of(expected))
+    check_sizes(path, shapes, sizes_of(expected))
     load_weights(model, weights)
     moments = {name: dict(items) for name, items in moments.items()}
     for name, items in moments.items():
@@ -110,7 +110,7 @@ def check_moments(path: Path, name: str, items: Mapping[str, torch.Tensor], shap
         ConfigError: an item has another shape.
     """
     stored = {item: value.shape for item, value in items.items() if value.dim()}
-    check_shapes(f"the optimizer state of {name} in {path}", stored, dict.fromkeys(stored, shape))
+    check_sizes(f"the optimizer state of {name} in {path}", stored, dict.fromkeys(stored, shape))
 
 
 def optimizer_params(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

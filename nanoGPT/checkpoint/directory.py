@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoGPT.checkpoint.manifest import (
-    NO_LOSS,
     Checkpoint,
     DamagedCheckpoint,
     Manifest,
@@ -32,7 +31,6 @@ from nanoGPT.checkpoint.manifest import (
     find_checkpoint,
     fsync_path,
     read_manifest,
-    read_manifests,
     serialize_manifest,
     step_directories,
 )
@@ -84,7 +82,7 @@ class CheckpointDirectory:
                 "use an --out_dir on a file system that all nodes share"
             )
 
-    def find_newest(self, step: StepChoice = None) -> Checkpoint:
+    def find(self, step: StepChoice = None) -> Checkpoint:
         """Return the newest complete checkpoint. Rename newer, damaged ones to `.bad-*`, and print the reasons.
 
         Args:
@@ -171,9 +169,9 @@ class CheckpointDirectory:
         if step not in self.saved_or_resumed_steps:
             raise ConfigError(f"{final.name} already exists, written by another run: choose another --out_dir")
         manifest = read_manifest(final)
-        if manifest.get("best_val_loss") != (best := fields.get("best_val_loss")):
-            updated = serialize_manifest(self._add_best_step({**manifest, "best_val_loss": best}))
-            write_atomically(final / "manifest.json", updated.encode())
+        updated = manifest | {name: fields[name] for name in ("best_val_loss", "best_step") if name in fields}
+        if updated != manifest:
+            write_atomically(final / "manifest.json", serialize_manifest(updated).encode())
             fsync_path(final)
         return True
 
@@ -196,7 +194,7 @@ class CheckpointDirectory:
             files = sorted((file for each in records for file in each), key=lambda file: file["name"])
             manifest = {**fields, "step": step, "files": files, "versions": collect_versions()}
             manifest |= {"run": self.run.token, "world_size": self.run.world_size, "saved_at": time.time()}
-            self.run.call_on_rank0(lambda: self._publish(temporary, final, self._add_best_step(manifest)))
+            self.run.call_on_rank0(lambda: self._publish(temporary, final, manifest))
         self.run.print0(f"saved {final}")
         if self.run.is_main:
             self._delete_old()
@@ -227,13 +225,6 @@ class CheckpointDirectory:
             with contextlib.suppress(OSError):  # on a network file system, a reader may still have a file open
                 remove(stale)
         temporary.mkdir()
-
-    def _add_best_step(self, manifest: Manifest) -> Manifest:
-        """Add the step of the best validation loss: this one, if its loss is not that of the newest checkpoint."""
-        newest = next((each for _, each in read_manifests(self.root.parent)), {})
-        best = manifest.get("best_val_loss", NO_LOSS)
-        is_best = best < NO_LOSS and newest.get("best_val_loss") != best
-        return {**manifest, "best_step": manifest["step"] if is_best else newest.get("best_step")}
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest, and rename the directory to its final name."""

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanoGPT.checkpoint.sources import LazyTensors, are_tied, find_tied_names
-from nanoGPT.checkpoint.starting_point import shapes_of
+from nanoGPT.checkpoint.starting_point import sizes_of
 from nanoGPT.errors import ConfigError, quote_cause, ran_out_of_memory
 from nanoGPT.files import is_present, list_directory, read_document
 from nanoGPT.model import MODULES, GPTConfig, ModelConfig, find_architecture
@@ -120,7 +120,7 @@ def read_hf(folder: Path) -> tuple[ModelConfig, LazyTensors, TokenizerIdentity |
     try:
         shape = read_hf_config(folder / "config.json")
         weights = open_hf_weights(folder, shape.model)
-        shapes_of(weights)  # reads the header of every tensor
+        sizes_of(weights)  # reads the header of every tensor
         for name, source in find_tied_names(shape).items():
             if name in weights and not are_tied(weights.pop(name), weights[source]):
                 raise ConfigError(

@@ -151,33 +151,13 @@ def verify_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int 
             raise DamagedCheckpoint(f"the hash of {file['name']} differs from the one in the manifest")
 
 
-def find_damage(path: Path, run: Runtime | None = None) -> str:
-    """Verify a checkpoint, whose files are divided among the ranks. Collective if there is a Runtime.
-
-    Returns:
-        What is damaged; "" if nothing is.
-
-    Raises:
-        ConfigError: a file could not be read. All ranks raise it.
-    """
-
-    def verify() -> str:
-        try:
-            verify_files(path, read_manifest(path), *((run.rank, run.world_size) if run else ()))
-        except DamagedCheckpoint as error:
-            return str(error)
-        return ""
-
-    return next(filter(None, run.call_on_all(verify)), "") if run else verify()
-
-
 def find_checkpoint(
     source: Path,
     run: Runtime | None = None,
     step: StepChoice = None,
     skip: Callable[[Path, str], None] | None = None,
 ) -> Checkpoint:
-    """Return a complete checkpoint: the newest one, or the one of `step`. Collective if there is a Runtime.
+    """Return a complete checkpoint: the newest one, or the one of `step`. Collective.
 
     Args:
         source: directory of a run; or of one checkpoint, which is then the only choice.
@@ -188,20 +168,31 @@ def find_checkpoint(
     Raises:
         ConfigError: there is no complete checkpoint, or one could not be read.
     """
+    run, manifest = run or Runtime(), dict[str, Any]()
 
     def list_paths() -> list[Path]:
         if step is not None:
             return [choose_step(source, step)]
         return [source] if is_present(source / "manifest.json") else step_directories(source)
 
-    for path in run.call_on_rank0(list_paths) if run else list_paths():
-        if not (reason := find_damage(path, run)):
-            return Checkpoint(path, read_manifest(path))
+    def find_damage() -> str:
+        """Return what is damaged in this rank's part of the files; "" if nothing is."""
+        nonlocal manifest
+        try:
+            manifest = read_manifest(path)
+            verify_files(path, manifest, run.rank, run.world_size)
+        except DamagedCheckpoint as error:
+            return str(error)
+        return ""
+
+    for path in run.call_on_rank0(list_paths):
+        if not (reason := next(filter(None, run.call_on_all(find_damage)), "")):
+            return Checkpoint(path, manifest)
         if step is not None or path == source:
             raise ConfigError(f"{path} is damaged ({reason}): choose another checkpoint")
         if skip:
             skip(path, reason)
-        elif run is None or run.is_main:
+        elif run.is_main:
             print(f"skipping {path.name}: {reason}", file=sys.stderr)
     raise ConfigError(f"there is no complete checkpoint under {source}: use the --out_dir of another run")
 

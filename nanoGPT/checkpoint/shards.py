@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from nanoGPT.checkpoint.manifest import INDEX, NewFiles
-from nanoGPT.checkpoint.starting_point import check_shapes, load_sources, shapes_of
+from nanoGPT.checkpoint.manifest import INDEX, Checkpoint, NewFiles
+from nanoGPT.checkpoint.starting_point import check_sizes, load_sources, sizes_of
 from nanoGPT.errors import ConfigError, PeerFailed, blames_peer, quote_cause, ran_out_of_memory, unreadable_checkpoint
-from nanoGPT.files import is_present, open_regular, retry_reads
+from nanoGPT.files import open_regular, retry_reads
 
 ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -41,10 +41,7 @@ ALLOWED = {
 
 
 def load_shards(
-    path: Path,
-    state: Mapping[str, Tensor],
-    is_from_this_phase: Callable[[Mapping[str, torch.Size]], bool],
-    copy: Callable[[Tensor, Tensor], object],
+    checkpoint: Checkpoint, phase: str, state: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]
 ) -> set[str]:
     """Load a checkpoint of any phase, written by any number of ranks, into this rank's tensors and shards. Collective.
 
@@ -52,10 +49,9 @@ def load_shards(
     time, and copies its part.
 
     Args:
-        path: of the checkpoint.
+        checkpoint: of any phase.
+        phase: this phase, as in the manifest of its checkpoints.
         state: the tensors to fill, as `model.<param>` and `optimizer.<param>.<item>`.
-        is_from_this_phase: called with the size of every stored tensor; returns whether this phase wrote the
-            checkpoint. The result must be the same on all ranks.
         copy: called as `copy(target, full)`; copies this rank's part of a full tensor, which has the shape of the
             parameter, to a tensor of `state`.
 
@@ -65,10 +61,11 @@ def load_shards(
     Raises:
         ConfigError: the parameters in the checkpoint are not those of the model.
     """
-    reader = SafeReader(path)
-    if not is_present(path / INDEX) or not is_from_this_phase(reader.sizes):
+    path = checkpoint.path
+    if checkpoint.manifest["phase"] != phase:
         return load_sources("--init_from=resume with a checkpoint of another phase").copy_full_state(path, state, copy)
-    check_shapes(path, select_param_sizes(reader.sizes), select_param_sizes(shapes_of(state)))
+    reader = SafeReader(path)
+    check_sizes(path, select_param_sizes(reader.sizes), select_param_sizes(sizes_of(state)))
     read_shards(reader, {key: value for key, value in state.items() if key in reader.sizes})
     return {*reader.sizes}
 

@@ -23,10 +23,10 @@ from nanoGPT.checkpoint.manifest import INDEX, find_checkpoint, read_manifests
 from nanoGPT.checkpoint.shards import SafeReader, read_shards, select_param_sizes
 from nanoGPT.checkpoint.starting_point import (
     check_same_tokenizer,
-    check_shapes,
+    check_sizes,
     read_shape,
     shape_fields,
-    shapes_of,
+    sizes_of,
 )
 from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
@@ -47,12 +47,12 @@ class FullState:
     Attributes:
         model: the full tensor of each parameter, on the CPU.
         optimizer: the state tensors of each parameter, such as exp_avg; empty if there are only weights.
-        shapes: the shape of each parameter.
+        sizes: the size of each parameter.
     """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]]
-    shapes: Mapping[str, torch.Size]
+    sizes: Mapping[str, torch.Size]
 
 
 class LazyTensors(UserDict[str, Any]):
@@ -145,13 +145,13 @@ def interpret_ckpt(content: dict[str, Any]) -> tuple[FullState, dict[str, Any]]:
     remove_tied(model, content.get("model_args") or {})
     order = content.pop("optimizer_params", order_for_optimizer(model))  # nanoGPT does not name them
     states = content.pop("optimizer", {"state": {}})["state"]
-    return FullState(model, {order[i]: state for i, state in states.items()}, shapes_of(model)), content
+    return FullState(model, {order[i]: state for i, state in states.items()}, sizes_of(model)), content
 
 
 def copy_full_state(path: Path, state: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]) -> set[str]:
     """Copy the full tensors of a checkpoint to this rank's tensors and shards, as `shards.load_shards` describes."""
     full, found = read_full_state(path), set()
-    check_shapes(path, full.shapes, select_param_sizes(shapes_of(state)))
+    check_sizes(path, full.sizes, select_param_sizes(sizes_of(state)))
     for key, target in state.items():
         kind, name = key.split(".", 1)
         if kind == "model":
@@ -161,7 +161,7 @@ def copy_full_state(path: Path, state: Mapping[str, Tensor], copy: Callable[[Ten
             if item not in full.optimizer.get(name, {}):
                 continue
             value = full.optimizer[name][item]
-            check_moments(path, name, {item: value}, full.shapes[name])
+            check_moments(path, name, {item: value}, full.sizes[name])
             copy(target, value)
         found.add(key)
     return found
@@ -218,7 +218,7 @@ def read_weights(source: str, run: Runtime | None = None, step: StepChoice = Non
     if is_run(folder):
         checkpoint = find_checkpoint(folder, run, step)
         state, tokenizer = read_full_state(checkpoint.path), checkpoint.manifest["data"]["tokenizer"]
-        model_args, tensors, shapes = checkpoint.manifest["model_args"], state.model, state.shapes
+        model_args, tensors, shapes = checkpoint.manifest["model_args"], state.model, state.sizes
     else:
         if step is not None:
             raise ConfigError(f"--resume_step={step} needs the directory of a run, which {source} is not: remove it")
@@ -232,7 +232,7 @@ def read_weights(source: str, run: Runtime | None = None, step: StepChoice = Non
             model_args, tokenizer = vars(shape), tokenizer or stored_tokenizer
         else:
             raise ConfigError(f"{source} has neither checkpoints/, ckpt.pt nor config.json: use a run or a model")
-        shapes = shapes_of(tensors)
+        shapes = sizes_of(tensors)
     shape = check_weights_fit(source, model_args, shapes)
     if tokenizer is None and shape.model == "gpt2" and shape.vocab_size >= GPT2_VOCAB:
         tokenizer = make_gpt2_identity()
@@ -325,10 +325,10 @@ def check_weights_fit(source: str, model_args: Any, shapes: Mapping[str, torch.S
             raise ValueError(f"its n_layer is {shape.n_layer}, but it has the weights of {len(layers)} layers")
         if shape.n_head < 1 or shape.n_embd % shape.n_head:
             raise ValueError(f"its n_embd {shape.n_embd} is not divisible by its n_head {shape.n_head}")
-        expected = shapes_of(dict(shape.create_on_meta().named_parameters()))
+        expected = sizes_of(dict(shape.create_on_meta().named_parameters()))
     except Exception as error:  # of many kinds, if the values are arbitrary
         raise ConfigError(f"{source} describes no model ({quote_cause(error)}): use another directory") from None
-    check_shapes(source, shapes, expected)
+    check_sizes(source, shapes, expected)
     return shape
 
 

@@ -31,7 +31,7 @@ def tokenizer_rows(tokenizer: TokenizerIdentity) -> int:
 
 
 def read_starting_point(
-    config: TrainConfig, data: TokenData, checkpoint: Checkpoint | None, run: Runtime, trains: bool = True
+    config: TrainConfig, data: TokenData, checkpoint: Checkpoint | None, run: Runtime
 ) -> tuple[ModelConfig, Mapping[str, Tensor] | None]:
     """Return the shape of the model and the weights that a run starts from. Collective.
 
@@ -40,7 +40,6 @@ def read_starting_point(
         data: the run's data.
         checkpoint: the checkpoint to resume; None for a new run.
         run: this rank's Runtime.
-        trains: whether the run continues the training of the checkpoint. If False, it only evaluates the weights.
 
     Returns:
         The configuration of the model, and the weights. The weights are None if they are initialized randomly
@@ -51,7 +50,7 @@ def read_starting_point(
     """
     weights = None
     if checkpoint:
-        check_resume(config, data, checkpoint, trains)
+        check_resume(config, data, checkpoint)
         shape = read_shape(checkpoint.path, checkpoint.manifest["model_args"])
     elif config.init_from == "scratch":
         rows = config.vocab_size or tokenizer_rows(data.tokenizer)
@@ -78,36 +77,37 @@ def load_sources(flag: str) -> Any:
     return import_optional("nanoGPT.checkpoint.sources", flag)
 
 
-def find_best_val_loss(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> float:
-    """Return the best validation loss of a run that is resumed; infinity if it evaluates on other batches now.
+def find_best(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> tuple[float, int]:
+    """Return the lowest validation loss of a run that is resumed, and its step.
+
+    The loss is infinity if the run evaluates on other batches now.
 
     Losses on other batches cannot be compared: a loss on a few lucky ones could remain the best one forever.
     """
-    old = checkpoint.manifest["config"]
+    old, step = checkpoint.manifest["config"], checkpoint.manifest.get("best_step") or 0
     if all(old[name] == getattr(config, name) for name in ("eval_iters", "batch_size", "seed")):
-        return float(checkpoint.manifest["best_val_loss"])
+        return float(checkpoint.manifest["best_val_loss"]), step
     if not config.eval_only:
         run.print0("evaluations now read other batches: the best validation loss so far no longer counts")
-    return float("inf")
+    return float("inf"), step
 
 
 # ---- checks of a checkpoint that is resumed or evaluated
 
 
-def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint, trains: bool = True) -> None:
+def check_resume(config: TrainConfig, data: TokenData, checkpoint: Checkpoint) -> None:
     """Check that a run uses a checkpoint with the same model, optimizer and data.
 
     With `sampling=epoch`, a step reads batch_size * gradient_accumulation_steps sequences, and its number determines
     which ones. Both values may change if their product does not. Random sampling has no position.
 
-    Args:
-        trains: whether the run continues the training. An evaluation may use other data with the same tokenizer, and
-            sequences that are shorter than the context of the model.
+    A program that only evaluates may use other data with the same tokenizer, and sequences that are shorter than the
+    context of the model.
 
     Raises:
         ConfigError: one of them differs; the message names it.
     """
-    name, manifest = checkpoint.path.name, checkpoint.manifest
+    name, manifest, trains = checkpoint.path.name, checkpoint.manifest, config.trains
     saved = {**manifest["config"], **manifest["model_args"]}
     new_run = f"start a new run from its weights with --init_from={config.out_dir} and another --out_dir"
     if trains and checkpoint.step > config.max_iters:
@@ -199,7 +199,7 @@ def manifest_fields(
     model_args: ModelConfig,
     data: TokenData,
     phase: str,
-    best_val_loss: float,
+    best: tuple[float, int],
     scaler: LossScaler,
 ) -> dict[str, Any]:
     """Return the fields of a training run's manifest, in addition to the fields of every manifest.
@@ -212,17 +212,18 @@ def manifest_fields(
         "config": fields | {name: shape[name] for name in fields.keys() & shape},
         "model_args": shape,
         "data": data.identity,
-        "best_val_loss": min(best_val_loss, NO_LOSS),
+        "best_val_loss": min(best[0], NO_LOSS),
+        "best_step": best[1],
         "grad_scaler": scaler.state_dict(),
     }
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     """Return the shape of each tensor; of a sharded tensor, that of the full one."""
     return {name: tensor.size() for name, tensor in tensors.items()}
 
 
-def check_shapes(source: object, stored: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+def check_sizes(source: object, stored: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
     """Check that a checkpoint has exactly the tensors of a model, or of an optimizer, with their shapes.
 
     Args:

@@ -23,7 +23,7 @@ CUDNN_DROPOUT = 1 / 16  # some of cuDNN's kernels round the probability to a mul
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionChoice:
     """A choice of attention's backend.
 
     Attributes:
@@ -37,7 +37,7 @@ class Attention:
 
 def choose_attention(
     name: str, is_deterministic: bool, device: torch.device, dtype: torch.dtype, dropout: float
-) -> Attention:
+) -> AttentionChoice:
     """Return the backends of attention, and the reason for the choice.
 
     Args:
@@ -66,14 +66,14 @@ def choose_attention(
         if torch.cuda.get_device_capability(device) < AMPERE:
             raise ConfigError(f"--attention={name} needs an Ampere or newer GPU: use --attention=auto or efficient")
     if name != "auto":
-        return Attention([BACKENDS[name]], f"{name} (requested)")
+        return AttentionChoice([BACKENDS[name]], f"{name} (requested)")
     capability = torch.cuda.get_device_capability(device) if is_gpu else (0, 0)
     return choose_fastest_attention(capability, is_deterministic, dtype, dropout)
 
 
 def choose_fastest_attention(
     capability: tuple[int, int], is_deterministic: bool, dtype: torch.dtype, dropout: float
-) -> Attention:
+) -> AttentionChoice:
     """Return the choice of `--attention=auto`.
 
     On Hopper, cuDNN's attention is the fastest in most published measurements. torch prefers it only with some versions
@@ -86,15 +86,15 @@ def choose_fastest_attention(
         dropout: the value of `--dropout`.
     """
     if capability < HOPPER or is_deterministic or dtype == torch.float32:
-        return Attention([], "torch's choice")
+        return AttentionChoice([], "torch's choice")
     if dropout % CUDNN_DROPOUT:
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        return Attention(backends, f"flash (not cudnn: its dropout is a multiple of {CUDNN_DROPOUT})")
-    return Attention(list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
+        return AttentionChoice(backends, f"flash (not cudnn: its dropout is a multiple of {CUDNN_DROPOUT})")
+    return AttentionChoice(list(BACKENDS.values()), "cudnn (the GPU is a Hopper or newer)")
 
 
 @contextlib.contextmanager
-def use_algorithms(attention: Attention, is_deterministic: bool) -> Iterator[None]:
+def use_algorithms(attention: AttentionChoice, is_deterministic: bool) -> Iterator[None]:
     """Use this choice of attention, and deterministic algorithms if requested. Restore the choices at the end.
 
     Args:

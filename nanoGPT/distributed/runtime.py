@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass
 class Runtime:
-    """One rank of the job: its position, its device and dtype, and small collectives.
+    """One rank of the job: its position, its device and dtype, and small collectives. Default: a single process.
 
     Attributes:
         reasons: why each automatic choice was made.
@@ -66,12 +66,12 @@ class Runtime:
         steps_to_exchange: number of these steps that are left.
     """
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    device: torch.device
-    dtype: torch.dtype
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
     reasons: dict[str, str] = field(default_factory=dict)
     stop_reason: str | None = None
     wants_save: bool = False
@@ -103,7 +103,8 @@ class Runtime:
         return torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place. Collective."""
+        """Return the sum of a tensor over all ranks, in a new tensor. Collective."""
+        value = value.clone()
         if self.world_size > 1:
             dist.all_reduce(value)
         return value
@@ -201,11 +202,11 @@ class Runtime:
         if self.steps_to_exchange > 0 and self.world_size > 1:
             return False, False
         now = time.monotonic()
-        microseconds_per_step = round(1e6 * (now - self.last_exchange) / self.exchange_period)
+        steps_per_second = round(self.exchange_period / max(now - self.last_exchange, 1e-6))
         wants_save, self.wants_save, self.last_exchange = self.wants_save, False, now
-        stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or wants_save, microseconds_per_step)
-        steps_per_second = 10**6 // max(slowest, 1)
-        self.exchange_period = max(1, min(steps_per_second, 2 * self.exchange_period, MAX_EXCHANGE_PERIOD))
+        # The minimum of the steps per second, as a maximum.
+        stops, saves, slowest = self.max(self.stop_reason is not None, is_save_due or wants_save, -steps_per_second)
+        self.exchange_period = max(1, min(-slowest, 2 * self.exchange_period, MAX_EXCHANGE_PERIOD))
         self.steps_to_exchange = self.exchange_period
         self.is_stopping = bool(stops)
         return self.is_stopping, bool(stops or saves)

@@ -58,30 +58,26 @@ def read_lines_before(path: Path, step: int, eval_interval: int) -> list[dict[st
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             values = json.loads(line)
             is_last_evaluation = values["step"] == step and values["loss"] is None and step % eval_interval > 0
-            if values["step"] < step or is_last_evaluation:
+            if values["tokens"] >= 0 and (values["step"] < step or is_last_evaluation):
                 lines.append(values)
     return lines
 
 
-def count_tokens(out_dir: Path, lines: list[dict[str, Any]], first_step: int, tokens_per_step: int) -> int:
+def count_tokens(lines: list[dict[str, Any]], first_step: int, tokens_per_step: int) -> int:
     """Return the tokens of all steps before `first_step`. Earlier starts of the run may have had other batches.
 
     Args:
-        out_dir: directory of the run; env.json is still that of the previous start.
-        lines: the metrics of earlier steps.
+        lines: the metrics of earlier steps. A run logs each step before a save, so no step is missing after the last
+            line, unless the disk was full.
         first_step: of this start.
         tokens_per_step: of this start.
     """
-    try:
-        steps = lines[-1]["step"] + (lines[-1]["loss"] is not None)
-        rate = json.loads((out_dir / "env.json").read_text())["tokens_per_step"]
-        return int(lines[-1]["tokens"] + (first_step - steps) * rate)
-    except (OSError, LookupError, ValueError, TypeError, RecursionError):  # no metrics, or damaged ones
-        return first_step * tokens_per_step
+    last: dict[str, Any] = lines[-1] if lines else {"step": 0, "loss": None, "tokens": 0}
+    return last["tokens"] + (first_step - last["step"] - (last["loss"] is not None)) * tokens_per_step
 
 
 class Log(Observer):
-    """Writes the files of a run, and prints its metrics. It is the last observer of the run.
+    """Writes the files of a run, and prints its metrics. It is an observer of stages and of the end.
 
     Args:
         config: this rank's configuration.
@@ -100,7 +96,6 @@ class Log(Observer):
         self.first_step = self.next_step = first_step
         self.clock, self.step_seconds, self.is_timed = time.perf_counter(), 0.0, False
         self.tokens_before = run.call_on_rank0(self._open_files)
-        run.observers.members.append(self)
 
     def _open_files(self) -> int:
         """Open the files on rank 0. Return the tokens of all earlier steps."""
@@ -110,7 +105,7 @@ class Log(Observer):
         text += "on any number of ranks"
         try:
             lines = read_lines_before(path, self.first_step, self.config.eval_interval)
-            tokens_before = count_tokens(self.out_dir, lines, self.first_step, self.tokens_per_step)
+            tokens_before = count_tokens(lines, self.first_step, self.tokens_per_step)
             if self.config.eval_only:  # the files describe the run that trains
                 self.run.print0(text)
                 return tokens_before
@@ -180,14 +175,9 @@ class Log(Observer):
             "val_loss": val_loss,
         }
         self.run.observers.log(line)
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Write and print a line on rank 0."""
-        if not self.run.is_main:
-            return
-        if not self.config.eval_only:
+        if self.run.is_main and not self.config.eval_only:
             self._write_metrics(line)
-        print(format_line(line), flush=True)
+        self.run.print0(format_line(line))
 
     def _write_metrics(self, line: dict[str, Any]) -> None:
         """Write a line. Open a new file if the run's directory was deleted or moved away, and then created again."""

@@ -10,7 +10,7 @@ resumed run needs only its `--out_dir`.
 import json
 import os
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from nanoGPT.checkpoint.starting_point import load_sources
 from nanoGPT.errors import ConfigError, did_you_mean
 from nanoGPT.files import PACKAGE
 from nanoGPT.job.program import HELP, Texts, collect_flags, convert_texts, expand_home, join_flag_values, print_help
-from nanoGPT.model import MODULES, find_architecture
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import C, StepChoice, TrainConfig, field_names, find_device_defaults
 
@@ -52,11 +51,11 @@ def parse(
     if from_files is None:
         from_files = read_config_files(argv, trainer)
     flags = collect_flags([word for word in join_flag_values(argv) if not (word in HELP or is_config_file(word))])
-    all_texts = [*from_files.values(), flags]
-    texts = {name: expand_home(name, values[-1] or "") for each in all_texts for name, values in each.items()}
+    sources: list[tuple[str, Texts]] = [*from_files.items(), ("", flags)]  # the name of the flags is ""
+    texts = {name: expand_home(name, values[-1] or "") for _, each in sources for name, values in each.items()}
 
-    init_from = texts.get("init_from", config_class.init_from)
-    out_dir = texts.get("out_dir", TrainConfig.out_dir)
+    # A model and observers add flags, so they are known before any other flag is read.
+    init_from, out_dir = texts.get("init_from", config_class.init_from), texts.get("out_dir", TrainConfig.out_dir)
     saved_model = "gpt2"
     if init_from == "resume":
         out_dir = find_run_to_resume(config_class, out_dir)
@@ -70,16 +69,10 @@ def parse(
     defaults = find_device_defaults(config_class, world_size, on_gpu) | {"model": model}
 
     values = dict[str, Any]()
-    for path, file_texts in from_files.items():
-        check_names(config_class, file_texts, path)
-        try:
-            values |= convert_texts(config_class, file_texts)
-        except ConfigError as error:
-            raise ConfigError(f"config file {path}: {error}") from None
-    if HELP & {*argv}:
-        print_help(config_class, config_class(**defaults | values))
-    check_names(config_class, flags)
-    values |= convert_texts(config_class, flags)
+    for file, file_texts in sources:
+        if not file and HELP & {*argv}:
+            print_help(config_class, config_class(**defaults | values))
+        values |= read_values(config_class, file_texts, file)
 
     if init_from == "resume":
         defaults |= load_saved_config(config_class, out_dir, values.get("resume_step")) | {"init_from": "resume"}
@@ -112,32 +105,27 @@ def find_run_to_resume(config_class: type[TrainConfig], out_dir: str) -> str:
     return str(find_newest_run(Path(out_dir).glob(f"{package_of(config_class)}-*")) or out_dir)
 
 
-def check_names(config_class: type[TrainConfig], names: Iterable[str], file: str | None = None) -> None:
-    """Check that no name is a flag of another trainer or of a model that is not used.
+def read_values(config_class: type[TrainConfig], texts: Texts, file: str) -> dict[str, Any]:
+    """Return the values of flags, or of the settings of a config file, in their types.
 
     Args:
         config_class: with the flags of the run.
-        names: of flags, or of the settings of a config file.
-        file: the path of the config file. Any other unknown name in it is refused too.
+        texts: the values as text.
+        file: the path of the config file; "" for flags.
 
     Raises:
-        ConfigError: a name is; the message says what to use instead.
+        ConfigError: a name is unknown, or a value has the wrong type. For a flag of another trainer, the message says
+            what to use instead.
     """
     known = field_names(config_class)
-    for name in names:
-        if name in known:
-            continue
-        for model in MODULES:
-            if name in field_names(getattr(find_architecture(model), "Flags", config_class)):
-                raise ConfigError(f"--{name} is a flag of --model={model}: add --model={model}, or remove this setting")
-        advice = config_class.FOREIGN_FLAGS.get(name)
-        if file:
-            hint = f": {advice}" if advice else did_you_mean(name, known)
-            if advice or not hint:
-                hint += "; names of helpers begin with _"
-            raise ConfigError(f"config file {file} sets {name}, which is not a flag of this trainer{hint}")
-        if advice:
-            raise ConfigError(f"--{name} is not a flag of this trainer: {advice}")
+    advice = {name: text for names, text in config_class.FOREIGN_FLAGS.items() for name in names.split()}
+    try:
+        for name in texts.keys() & advice.keys() - {*known}:
+            raise ConfigError(f"--{name} is not a flag of this trainer: {advice[name]}")
+        return convert_texts(config_class, texts)
+    except ConfigError as error:
+        helpers = "; names of helpers begin with _" if texts.keys() - {*known} else ""
+        raise ConfigError(f"config file {file}: {error}{helpers}" if file else str(error)) from None
 
 
 def is_config_file(word: str) -> bool:

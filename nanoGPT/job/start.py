@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nanoGPT.checkpoint.manifest import step_directories
 from nanoGPT.checkpoint.starting_point import load_sources
 from nanoGPT.dataset import TokenData
-from nanoGPT.distributed.algorithms import Attention, choose_attention, use_algorithms
+from nanoGPT.distributed.algorithms import AttentionChoice, choose_attention, use_algorithms
 from nanoGPT.distributed.environment import environment_number, name_launcher
 from nanoGPT.distributed.runtime import Runtime, create_runtime, join_process_group, pick_device, pick_dtype
 from nanoGPT.errors import (
@@ -67,7 +67,7 @@ def listen_for_signals(run: Runtime) -> None:
         handle_stop_signals(request_stop)
 
 
-def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> Attention:
+def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> AttentionChoice:
     """Check everything that can be checked before a process group starts and before any file is written.
 
     Returns:
@@ -82,7 +82,7 @@ def check_run(config: TrainConfig, world_size: int, local_world_size: int) -> At
     attention = choose_attention(config.attention, config.deterministic, device, dtype, config.dropout)
     if config.init_from not in ("scratch", "resume"):
         load_sources(f"--init_from={config.init_from}").check_source(config)
-    TokenData.from_config(config)  # the trainer opens it again
+    TokenData(config)  # the trainer opens it again
     return attention
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from nanoGPT.distributed.algorithms import (
     BACKENDS,
-    Attention,
+    AttentionChoice,
     choose_attention,
     choose_fastest_attention,
     use_algorithms,
@@ -51,7 +51,8 @@ def test_a_backend_is_used_only_inside_of_the_context():
 
     flash, math = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_attention_math"
     assert flash in list_operators()
-    with contextlib.suppress(RuntimeError), use_algorithms(Attention([SDPBackend.MATH], ""), is_deterministic=True):
+    choice = AttentionChoice([SDPBackend.MATH], "")
+    with contextlib.suppress(RuntimeError), use_algorithms(choice, is_deterministic=True):
         assert math in list_operators() and flash not in list_operators()
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
         raise RuntimeError
@@ -65,7 +66,7 @@ def count_cached_graphs(choices: list[list[str]], cache: str) -> list[int]:
     for names in choices:
         torch.compiler.reset()
         counters.clear()
-        with use_algorithms(Attention([BACKENDS[name] for name in names], ""), is_deterministic=False):
+        with use_algorithms(AttentionChoice([BACKENDS[name] for name in names], ""), is_deterministic=False):
             torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))(q)
         counts.append(counters["aot_autograd"]["autograd_cache_hit"])
     return counts
@@ -84,8 +85,8 @@ def test_a_compiled_graph_of_other_backends_is_not_used(tmp_path):
 def test_the_choice_of_attention(monkeypatch):
     """A requested backend is used. A backend that the device, the dtype or determinism excludes is refused."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert choose_attention("auto", False, GPU, torch.bfloat16, 0.0) == Attention([], "torch's choice")
-    efficient = Attention([SDPBackend.EFFICIENT_ATTENTION], "efficient (requested)")
+    assert choose_attention("auto", False, GPU, torch.bfloat16, 0.0) == AttentionChoice([], "torch's choice")
+    efficient = AttentionChoice([SDPBackend.EFFICIENT_ATTENTION], "efficient (requested)")
     assert choose_attention("efficient", True, GPU, torch.float32, 0.0) == efficient
     with pytest.raises(ConfigError, match="--attention=efficient needs a GPU"):
         choose_attention("efficient", False, CPU, torch.float32, 0.0)

@@ -36,7 +36,7 @@ def test_a_saved_checkpoint_is_the_newest(tmp_path):
     (tmp_path / "checkpoints" / ".tmp-step-00000004").mkdir()
     (tmp_path / "checkpoints" / ".tmp-step-00000004" / "part").write_bytes(b"x")
     directory.save(5, write_bytes(b"five"), {"phase": "test"})
-    checkpoint = directory.find_newest()
+    checkpoint = directory.find()
     assert checkpoint.step == 5 and (checkpoint.path / "payload").read_bytes() == b"five"
     assert [(f["name"], f["size"]) for f in checkpoint.manifest["files"]] == [("payload", 4)]
     assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step-00000005\n"
@@ -61,15 +61,15 @@ def test_retention_keeps_the_best_checkpoint(tmp_path):
     changes nothing else. A resume verifies the checkpoint.
     """
     directory = make_directory(tmp_path)
-    for step, best_val_loss in ((1, 3.0), (2, 3.0), (2, 2.0)):
-        directory.save(step, write_bytes(str(best_val_loss).encode()), {"best_val_loss": best_val_loss})
-    newest = directory.find_newest()
+    for step, best in ((1, (3.0, 1)), (2, (3.0, 1)), (2, (2.0, 2))):
+        directory.save(step, write_bytes(str(best[0]).encode()), {"best_val_loss": best[0], "best_step": best[1]})
+    newest = directory.find()
     assert newest.manifest["best_val_loss"] == 2.0 and (newest.path / "payload").read_bytes() == b"3.0"
     for step in (3, 4, 5, 6):
-        directory.save(step, write_bytes(b"x"), {"best_val_loss": 2.0})
+        directory.save(step, write_bytes(b"x"), {"best_step": 2})
     assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (2, 4, 5, 6)]
     for step in (7, 8, 9):
-        directory.save(step, write_bytes(b"x"), {"best_val_loss": 1.0})
+        directory.save(step, write_bytes(b"x"), {"best_step": 7})
     assert list_names(tmp_path)[1:] == [f"step-{step:08d}" for step in (7, 8, 9)]
 
 
@@ -91,7 +91,7 @@ def test_every_flipped_bit_is_detected(tmp_path, capsys):
         (newest / name).write_bytes(content)
     payload = contents["payload"]
     (newest / "payload").write_bytes(bytes([payload[0] ^ 1]) + payload[1:])
-    assert directory.find_newest().step == 1
+    assert directory.find().step == 1
     assert "skipping step-00000002: the hash of payload differs" in capsys.readouterr().out
     assert ".bad-step-00000002" in list_names(tmp_path)
 
@@ -105,7 +105,7 @@ def test_an_incomplete_checkpoint_is_skipped(damage, tmp_path):
     (path / ("manifest.json" if damage == "no manifest" else "payload")).unlink()
     if damage == "FIFO":
         os.mkfifo(path / "payload")  # reading it would hang
-    assert directory.find_newest().step == 1
+    assert directory.find().step == 1
 
 
 def test_directories_that_no_save_wrote_are_not_checkpoints(tmp_path):
@@ -117,7 +117,7 @@ def test_directories_that_no_save_wrote_are_not_checkpoints(tmp_path):
     for name in ("step-a", "step-zz", "step-00000003.bak"):
         shutil.copytree(path, path.parent / name)
     shutil.copytree(path, path.parent / "step-00000009")
-    assert directory.find_newest().step == 3
+    assert directory.find().step == 3
     directory.save(4, write_bytes(b"x"), {})
     remaining = ["step-00000002", "step-00000003", "step-00000003.bak", "step-00000004", "step-a", "step-zz"]
     assert list_names(tmp_path) == [".bad-step-00000009", "LATEST", *remaining]
@@ -126,7 +126,7 @@ def test_directories_that_no_save_wrote_are_not_checkpoints(tmp_path):
 def test_a_stray_file_is_not_part_of_a_checkpoint(tmp_path):
     """A ckpt.pt that a user put next to verified shards is not opened instead of them."""
     train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path, max_iters=1, gradient_accumulation_steps=2))
-    path = make_directory(tmp_path).find_newest().path
+    path = make_directory(tmp_path).find().path
     (path / "ckpt.pt").write_bytes(b"garbage")
     assert read_full_state(path).model["transformer.wpe.weight"].shape == (16, 32)
     options = {"max_iters": 2, "init_from": "resume", "gradient_accumulation_steps": 2}
@@ -174,9 +174,9 @@ def test_a_damaged_step_can_be_saved_again(tmp_path):
     for _ in range(2):
         path = directory.save(2, write_bytes(b"two"), {})
         (path / "payload").write_bytes(b"2wo")
-        assert directory.find_newest().step == 1
+        assert directory.find().step == 1
     directory.save(2, write_bytes(b"two"), {})
-    assert directory.find_newest().step == 2
+    assert directory.find().step == 2
     assert {".bad-step-00000002", ".bad-step-00000002.2"} <= set(list_names(tmp_path))
 
 
@@ -311,10 +311,10 @@ def test_a_read_error_does_not_mark_a_checkpoint_as_damaged(name, number, tmp_pa
     directory.save(2, write_bytes(b"two"), {})
     fail_reads(monkeypatch, name, 2, number)
     if number == errno.ESTALE:  # a transient error
-        assert directory.find_newest().step == 2
+        assert directory.find().step == 2
     fail_reads(monkeypatch, name, 100, number)
     with pytest.raises(ConfigError, match=f"{name} cannot be read .*nothing was changed"):
-        directory.find_newest()
+        directory.find()
     assert list_names(tmp_path) == ["LATEST", "step-00000001", "step-00000002"]
 
 
@@ -337,12 +337,12 @@ def find_newest_with_damage(out: str) -> tuple[int, str]:
     if run.is_main:
         (Path(out) / "checkpoints" / "step-00000002" / "rank1").write_bytes(b"y")  # rank 1 verifies it
     dist.barrier()
-    step = directory.find_newest().step
+    step = directory.find().step
     if not run.is_main:
         os.open = lambda path, *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))  # type: ignore
         files.RETRY_DELAYS = ()  # type: ignore[assignment]
     try:
-        directory.find_newest()
+        directory.find()
     except ConfigError as error:
         return step, str(error)
     return step, ""

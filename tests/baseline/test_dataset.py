@@ -16,7 +16,7 @@ import torch
 
 from nanoGPT.checkpoint.manifest import Checkpoint
 from nanoGPT.checkpoint.starting_point import check_resume
-from nanoGPT.dataset import EVALUATE, TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
 from nanoGPT.model import GPTConfig
@@ -25,7 +25,7 @@ from nanoGPT.prepare import download
 from nanoGPT.prepare import text as prepare
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer, load_tokenizer
 from nanoGPT.train_config import TrainConfig
-from tests.helpers.training import tiny
+from tests.helpers.training import open_data, tiny
 from workshop.ranks import run_on_ranks
 
 
@@ -72,20 +72,20 @@ def test_a_wheel_with_a_wrong_hash_is_not_used(tmp_path, monkeypatch):
 def test_a_batch_is_a_function_of_its_key():
     """The same seed, step and micro-batch return the same batch in any order of calls. Any other key returns another
     batch."""
-    data = TokenData("shakespeare_char", 64, 4, 7)
-    x, y = data.batch("train", TRAIN, 3, 1)
+    data = open_data("shakespeare_char", 64, 4, 7)
+    x, y = data.batch("train", 3, 1)
     assert x.shape == y.shape == (4, 64) and x.dtype == torch.int64
     assert torch.equal(x[:, 1:], y[:, :-1])
-    for other_key in [(TRAIN, 4, 1), (TRAIN, 3, 2), (EVALUATE, 3, 1)]:
-        assert not torch.equal(x, data.batch("train", *other_key)[0])
-    assert not torch.equal(x, TokenData("shakespeare_char", 64, 4, 8).batch("train", TRAIN, 3, 1)[0])
-    assert torch.equal(x, TokenData("shakespeare_char", 64, 4, 7).batch("train", TRAIN, 3, 1)[0])
+    for other_key in [("train", 4, 1), ("train", 3, 2), ("val", 3, 1)]:
+        assert not torch.equal(x, data.batch(*other_key)[0])
+    assert not torch.equal(x, open_data("shakespeare_char", 64, 4, 8).batch("train", 3, 1)[0])
+    assert torch.equal(x, open_data("shakespeare_char", 64, 4, 7).batch("train", 3, 1)[0])
 
 
 def test_batches_of_recorded_runs_stay_the_same():
     """The default sampling returns the batches of all recorded losses: a hash of some of them has a fixed value."""
-    data, digest = TokenData("shakespeare_char", 64, 4, 1337), hashlib.sha256()
-    for key in [("train", TRAIN, 0, 0), ("train", TRAIN, 3, 1), ("train", TRAIN, 519, 7), ("val", EVALUATE, 0, 31)]:
+    data, digest = open_data("shakespeare_char", 64, 4, 1337), hashlib.sha256()
+    for key in [("train", 0, 0), ("train", 3, 1), ("train", 519, 7), ("val", 0, 31)]:
         for tokens in data.batch(*key):
             digest.update(tokens.numpy().tobytes())
     assert digest.hexdigest() == "3407bebd1135b8cc25ebf3737f963d4022c58335049bfeb7a813b14a29757929"
@@ -108,7 +108,7 @@ def write_dataset(folder: Path, first: int, *lengths: int, vocab_size: int = 600
 def open_many_files(path: str) -> int:
     """Open a dataset with a low soft limit of open files. Return the number of files of its train split."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return len(TokenData(path, 4, 1, 1).datasets[0].splits["train"].files)
+    return len(open_data(path, 4, 1, 1).datasets[0].splits["train"].files)
 
 
 def test_a_dataset_may_have_more_files_than_the_soft_limit(tmp_path):
@@ -131,14 +131,14 @@ def test_an_epoch_reads_every_window_once(tmp_path):
     """With sampling=epoch, the sequences of an epoch start once at every multiple of block_size in every file, and the
     next epoch has another order. A new TokenData returns the same batch of any step, and evaluations do not change."""
     folder = write_dataset(tmp_path / "a", 0, 21, 3, 14)  # 5, 0 and 3 windows of 4 + 1 tokens
-    data = TokenData(folder, 4, 2, 1, "epoch", micro_batches=2)
+    data = open_data(folder, 4, 2, 1, sampling="epoch", gradient_accumulation_steps=2)
     keys = [(step, micro_batch) for step in range(4) for micro_batch in range(2)]
-    starts = [int(x) for key in keys for x in data.batch("train", TRAIN, *key)[0][:, 0]]
+    starts = [int(x) for key in keys for x in data.batch("train", *key)[0][:, 0]]
     windows = [0, 4, 8, 12, 16, 24, 28, 32]
     assert sorted(starts[:8]) == sorted(starts[8:]) == windows and starts[:8] != starts[8:]
-    resumed = TokenData(folder, 4, 2, 1, "epoch", micro_batches=2)
-    assert resumed.batch("train", TRAIN, 3, 1)[0][:, 0].tolist() == starts[-2:]
-    assert torch.equal(data.batch("val", EVALUATE, 0, 3)[0], TokenData(folder, 4, 2, 1).batch("val", EVALUATE, 0, 3)[0])
+    resumed = open_data(folder, 4, 2, 1, sampling="epoch", gradient_accumulation_steps=2)
+    assert resumed.batch("train", 3, 1)[0][:, 0].tolist() == starts[-2:]
+    assert torch.equal(data.batch("val", 0, 3)[0], open_data(folder, 4, 2, 1).batch("val", 0, 3)[0])
 
 
 def make_checkpoint(config: TrainConfig) -> Checkpoint:
@@ -148,7 +148,7 @@ def make_checkpoint(config: TrainConfig) -> Checkpoint:
         "config": vars(config),
         "step": 9,
     }
-    return Checkpoint(Path("step-9"), {**manifest, "data": TokenData.from_config(config).identity})
+    return Checkpoint(Path("step-9"), {**manifest, "data": TokenData(config).identity})
 
 
 def test_a_resume_inside_an_epoch_keeps_its_position(tmp_path):
@@ -157,7 +157,7 @@ def test_a_resume_inside_an_epoch_keeps_its_position(tmp_path):
     folder, starts = write_dataset(tmp_path / "a", 0, 21, 3, 14), []
     fields = {"dataset": folder, "block_size": 4, "sampling": "epoch", "batch_size": 2}
     saved = tiny("nanoGPT", tmp_path, gradient_accumulation_steps=2, **fields)
-    data, checkpoint = TokenData.from_config(saved), make_checkpoint(saved)
+    data, checkpoint = TokenData(saved), make_checkpoint(saved)
     for changes, words in [
         ({"batch_size": 4}, "8 sequences per step, but step-9 was trained with 4"),
         ({"gradient_accumulation_steps": 1}, "use values with the product 4"),
@@ -171,7 +171,7 @@ def test_a_resume_inside_an_epoch_keeps_its_position(tmp_path):
     check_resume(resumed, data, checkpoint)
     for config, step in ((saved, 0), (resumed, 1)):
         for micro_batch in range(config.gradient_accumulation_steps):
-            starts += TokenData.from_config(config).batch("train", TRAIN, step, micro_batch)[0][:, 0].tolist()
+            starts += TokenData(config).batch("train", step, micro_batch)[0][:, 0].tolist()
     assert sorted(starts) == [0, 4, 8, 12, 16, 24, 28, 32]
 
 
@@ -180,11 +180,11 @@ def test_a_mixture_follows_its_weights(sampling, tmp_path):
     """Datasets occur in proportion to their weights in both splits. In epochs, each dataset has its own epochs, whose
     lengths differ."""
     a, b = write_dataset(tmp_path / "a", 0, 41), write_dataset(tmp_path / "b", 1000, 17)  # 10 and 4 windows
-    data = TokenData(f"{b}:0.2,{a}:0.6", 4, 40, 1, sampling)
-    starts = np.concatenate([data.batch("train", TRAIN, step, 0)[0][:, 0].numpy() for step in range(20)])
+    data = open_data(f"{b}:0.2,{a}:0.6", 4, 40, 1, sampling=sampling, gradient_accumulation_steps=1)
+    starts = np.concatenate([data.batch("train", step, 0)[0][:, 0].numpy() for step in range(20)])
     share = (starts >= 1000).mean()
     assert share == 0.25 if sampling == "epoch" else 0.2 < share < 0.3
-    validation = np.concatenate([data.batch("val", EVALUATE, 0, i)[0][:, 0].numpy() for i in range(20)])
+    validation = np.concatenate([data.batch("val", 0, i)[0][:, 0].numpy() for i in range(20)])
     assert set(validation) == {0, 1000} and 0.2 < (validation == 1000).mean() < 0.3
     if sampling == "epoch":
         for part, count in ((starts[starts < 1000], 10), (starts[starts >= 1000], 4)):
@@ -207,20 +207,20 @@ def test_a_bad_mixture_is_refused(mixture, tmp_path):
     """An unknown or repeated dataset, a bad or missing weight and another tokenizer are refused with one sentence."""
     folders = {name: write_dataset(tmp_path / name.lower(), 0, 20, vocab_size=100 + (name == "C")) for name in "ABC"}
     with pytest.raises(ConfigError, match=BAD_MIXTURES[mixture]):
-        TokenData("".join(folders.get(letter, letter) for letter in mixture), 4, 1, 1)
+        open_data("".join(folders.get(letter, letter) for letter in mixture), 4, 1, 1)
 
 
 def test_a_tokenizer_is_known_by_its_hash(tmp_path):
     """Datasets whose files describe the same tokenizer in other words, such as JSON with other spaces, can be mixed."""
     a, b = write_dataset(tmp_path / "a", 0, 20), write_dataset(tmp_path / "b", 0, 20, characters="in other words")
-    assert len(TokenData(f"{a}:1,{b}:1", 4, 1, 1).datasets) == 2
+    assert len(open_data(f"{a}:1,{b}:1", 4, 1, 1).datasets) == 2
 
 
 def test_a_plain_name_is_not_a_mixture(tmp_path):
     """A directory whose name contains a colon and a comma is one dataset. One name with a weight is that dataset."""
     folder = write_dataset(tmp_path / "a:1,b", 0, 20)
-    assert "weights" not in TokenData(folder, 4, 1, 1).identity
-    assert TokenData("shakespeare:3", 4, 1, 1).identity == TokenData("shakespeare", 4, 1, 1).identity
+    assert "weights" not in open_data(folder, 4, 1, 1).identity
+    assert open_data("shakespeare:3", 4, 1, 1).identity == open_data("shakespeare", 4, 1, 1).identity
     assert parse_mixture("a:0.6,b:0.2") == parse_mixture("a:6,b:2") == [("a", 3), ("b", 1)]
 
 
@@ -237,29 +237,30 @@ def test_a_resume_with_other_data_is_refused(tmp_path):
     }.items():
         changed = dataclasses.replace(config, dataset=dataset)
         with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-            check_resume(changed, TokenData.from_config(changed), checkpoint)
+            check_resume(changed, TokenData(changed), checkpoint)
     shutil.rmtree(a)
     write_dataset(tmp_path / "a", 1, 41)  # other text with the same tokenizer
     with pytest.raises(ConfigError, match="is not the data"):
-        check_resume(config, TokenData.from_config(config), checkpoint)
-    check_resume(config, TokenData.from_config(config), checkpoint, trains=False)
+        check_resume(config, TokenData(config), checkpoint)
+    config.trains = False
+    check_resume(config, TokenData(config), checkpoint)
 
 
 def test_a_file_that_is_truncated_during_a_run_is_an_error(tmp_path):
     """A batch beyond the new end of a truncated file raises an error with the file's name. It never contains made-up
     tokens."""
-    data = TokenData(write_dataset(tmp_path / "a", 0, 400), 4, 50, 1)
+    data = open_data(write_dataset(tmp_path / "a", 0, 400), 4, 50, 1)
     os.truncate(tmp_path / "a" / "train0.bin", 100)
     with pytest.raises(ConfigError, match="train0.bin was truncated"):
-        data.batch("train", TRAIN, 0, 0)
+        data.batch("train", 0, 0)
 
 
 @pytest.mark.parametrize("base", [0, 70_000])
 def test_every_window_can_be_drawn(base, tmp_path):
     """Over many batches, every window of a short text appears, including the first and the last, and none beyond the
     text. This holds for 2 and for 4 bytes per token."""
-    data = TokenData(write_dataset(tmp_path / "a", base, 20, vocab_size=base + 20), 4, 50, 1)
-    starts = {int(x) for step in range(20) for x in data.batch("train", TRAIN, step, 0)[0][:, 0]}
+    data = open_data(write_dataset(tmp_path / "a", base, 20, vocab_size=base + 20), 4, 50, 1)
+    starts = {int(x) for step in range(20) for x in data.batch("train", step, 0)[0][:, 0]}
     assert starts == set(range(base, base + 16))
 
 

@@ -73,8 +73,7 @@ def test_tokens_are_counted_on_after_a_resume_with_another_batch(tmp_path):
     lines = read_json_lines(tmp_path / "metrics.jsonl")
     tokens = {line["step"]: line["tokens"] / (2 * 16) for line in lines if line["loss"] is not None}
     assert tokens == {0: 8, 2: 24, 4: 40, 5: 40 + 16, 6: 40 + 32, 7: 40 + 48}
-    assert count_tokens(tmp_path, lines[:2], 5, 1) == 3 * 256 + 2 * 512  # 512 per step in the newest env.json
-    assert count_tokens(tmp_path / "none", [], 5, 100) == 500
+    assert count_tokens(lines[:2], 5, 100) == 3 * 256 + 200 and count_tokens([], 5, 100) == 500
 
 
 def log_with_a_fake_clock(out: str) -> None:
@@ -83,6 +82,7 @@ def log_with_a_fake_clock(out: str) -> None:
     log_module.time.perf_counter = lambda: now[0]  # type: ignore[method-assign]
     run = Runtime(*ONE_RANK)
     log = Log(tiny("nanoGPT", out), run, 0, GPTConfig(1, 1, 8, 8, False, 16))
+    run.observers.members.append(log)
     for stage, seconds in [("evaluation, micro-batch 0", 10), ("micro-batch 0", 2), ("update", 4)]:
         run.enter_stage(stage, 0)
         now[0] += seconds

@@ -146,7 +146,7 @@ def test_a_shorter_context_keeps_the_logits(tmp_path):
     model, idx = create_small_model().eval(), torch.randint(75, (1, 8))
     torch.save({"model": model.state_dict(), "model_args": vars(model.config)}, tmp_path / "ckpt.pt")
     config = TrainConfig(init_from=str(tmp_path), block_size=8)
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     shape, weights = read_starting_point(config, data, None, create_runtime("cpu", "float32"))
     shorter = GPT(shape).eval()
     load_weights(shorter, weights)

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import read_manifest
+from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.errors import ConfigError, SaveError
 from nanoGPT.files import ensure_locked_directory, lock_directory
-from tests.helpers.checkpoints import CPU, OneRank, list_names, write_bytes
+from tests.helpers.checkpoints import list_names, write_bytes
 from tests.helpers.training import tiny
 from workshop.ranks import losses, run_on_ranks
 
@@ -23,7 +23,7 @@ from workshop.ranks import losses, run_on_ranks
 def start_run(out: Path) -> CheckpointDirectory:
     """Start a run of one rank that has the lock of its directory, as `nanoGPT.distributed.runtime.start` does."""
     out.mkdir(exist_ok=True)
-    return CheckpointDirectory(str(out), OneRank(0, 0, 1, 1, CPU, torch.float32, lock=lock_directory(out)), 3)
+    return CheckpointDirectory(str(out), Runtime(lock=lock_directory(out)), 3)
 
 
 def save(run: CheckpointDirectory, *steps: int) -> None:
@@ -54,14 +54,14 @@ def delete_while_training(out: str) -> None:
     from nanoGPT import train
     from nanoGPT.job.log import Log
 
-    real_log = Log.log
+    real_log = Log._write_metrics
 
     def log_and_delete(self: Log, line: dict[str, Any]) -> None:
         real_log(self, line)
         if line["step"] == 3:
             shutil.rmtree(out)
 
-    Log.log = log_and_delete  # type: ignore[method-assign]
+    Log._write_metrics = log_and_delete  # type: ignore[method-assign]
     train.train(tiny("nanoGPT", Path(out), max_iters=8, always_save_checkpoint=True))
 
 
@@ -83,7 +83,7 @@ def test_a_save_fails_if_another_run_has_saved_the_same_step(tmp_path, monkeypat
     second = start_run(tmp_path)
     with pytest.raises(SaveError, match="step-00000002 already exists, written by another run"):
         second.save(2, write_bytes(b"new"), {})
-    second.find_newest()
+    second.find()
     second.save(2, write_bytes(b"new"), {})
     path = second.save(3, write_bytes(b"new"), {})
     assert read_manifest(tmp_path / "checkpoints" / "step-00000002")["run"] == first.run.token

@@ -15,7 +15,6 @@ import pytest
 
 from nanoGPT import export, sample
 from nanoGPT.checkpoint.hugging_face import read_hf_tokenizer
-from nanoGPT.dataset import TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DOWNLOADS
 from nanoGPT.prepare import directory, own_text
@@ -30,7 +29,7 @@ from nanoGPT.prepare.tokenizer import (
 )
 from tests.helpers.checkpoints import read_files
 from tests.helpers.programs import DEADLINE, wait_until
-from tests.helpers.training import tiny, train
+from tests.helpers.training import open_data, tiny, train
 from workshop.ranks import losses
 
 POEM = "a rose is a rose is a rose, said the naïve poet\n" * 50
@@ -46,14 +45,14 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read_ids(folder: Path) -> list[int]:
     """Return the token ids of a dataset: its val split, then its train split."""
-    meta = TokenData(str(folder), 4, 1, 1).datasets[0].meta
+    meta = open_data(str(folder), 4, 1, 1).datasets[0].meta
     files = [*meta["splits"]["val"], *meta["splits"]["train"]]
     return np.concatenate([np.fromfile(folder / file["name"], meta["dtype"]) for file in files]).tolist()
 
 
 def read_text(folder: Path) -> str:
     """Return the text of a dataset: its val split, then its train split."""
-    return load_tokenizer(TokenData(str(folder), 4, 1, 1).tokenizer).decode(read_ids(folder))
+    return load_tokenizer(open_data(str(folder), 4, 1, 1).tokenizer).decode(read_ids(folder))
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -104,7 +103,7 @@ def test_a_text_is_encoded_in_pieces(tokenizer, tmp_path, data, monkeypatch):
     assert len(list(OwnText(tmp_path / "my.txt").pieces())) > 50
     prepare_own_text(OwnText(tmp_path / "my.txt"), "x", tokenizer, shard_tokens=500)
     encode = Gpt2Tokenizer().encode if tokenizer == "gpt2" else CharTokenizer("".join(sorted({*text}))).encode
-    meta = TokenData(str(data / "x"), 4, 1, 1).datasets[0].meta
+    meta = open_data(str(data / "x"), 4, 1, 1).datasets[0].meta
     ids = read_ids(data / "x")
     assert ids == encode(text)
     sizes = [file["tokens"] for file in meta["splits"]["train"]]
@@ -372,6 +371,6 @@ def test_the_val_split_is_a_tenth_of_a_mixed_text(tmp_path, data):
     folder = tmp_path / "mixed"
     write(folder / "a.txt", ("தமிழ் மொழி உலகில் உள்ள முதன்மையான மொழி.\n" * 500).encode())
     write(folder / "b.jsonl", *({"text": "The quick brown fox jumps over the lazy dog. " * 20} for _ in range(300)))
-    splits = TokenData(str(data / prepare_own_text(OwnText(folder), None, "gpt2")), 4, 1, 1).datasets[0].meta["splits"]
+    splits = open_data(str(data / prepare_own_text(OwnText(folder), None, "gpt2")), 4, 1, 1).datasets[0].meta["splits"]
     val, train_tokens = splits["val"][0]["tokens"], splits["train"][0]["tokens"]
     assert abs(val / (val + train_tokens) - 0.1) < 0.03

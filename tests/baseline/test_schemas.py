@@ -15,7 +15,6 @@ import torch
 from nanoGPT.checkpoint.ckpt import load_training_state
 from nanoGPT.checkpoint.shards import SafeReader, read_shards
 from nanoGPT.checkpoint.sources import read_weights
-from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.export import write_hf
 from nanoGPT.job.parse import parse
@@ -24,7 +23,7 @@ from nanoGPT.optim import configure_optimizer
 from nanoGPT.prepare.directory import Progress, load_progress, write_tokens
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import write_small_dataset
-from tests.helpers.training import ROOT, tiny, train
+from tests.helpers.training import ROOT, open_data, tiny, train
 
 MAX_SECONDS = 5.0  # of processor time per file
 CHECKPOINT = "checkpoints/step-00000001"
@@ -34,7 +33,7 @@ HOSTILE_VALUES = [None, True, -1, 0, 2**31, 10**8, 10**30, float("nan"), "", "..
 def write_dataset(folder: Path) -> Callable[[], object]:
     """Write a dataset of 400 bytes. Return a function that opens it and reads a batch."""
     write_small_dataset(folder)
-    return lambda: TokenData(str(folder), 8, 2, 1).batch("train", TRAIN, 0, 0)
+    return lambda: open_data(str(folder), 8, 2, 1).batch("train", 0, 0)
 
 
 def write_run(folder: Path) -> Callable[[], object]:

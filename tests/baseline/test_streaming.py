@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanoGPT.dataset import TRAIN, TokenData
 from nanoGPT.errors import ConfigError
 from nanoGPT.prepare import directory, streaming
 from nanoGPT.prepare.streaming import Corpus, hub_corpus, prepare_stream
 from nanoGPT.prepare.tokenizer import Gpt2Tokenizer
 from tests.helpers.checkpoints import read_files
 from tests.helpers.programs import run_in_new_interpreter
+from tests.helpers.training import open_data
 
 DOCUMENTS = 300
 SHARD_SIZE = 2000  # tokens; this makes about ten shards
@@ -101,8 +101,8 @@ def test_shards_contain_the_documents(tmp_path, corpus, monkeypatch):
     assert 700 <= len(shards[0]) < 1500 and all(SHARD_SIZE <= len(shard) < 3000 for shard in shards[1:-1])
     prepare_stream(tmp_path / "web", corpus, SHARD_SIZE)
     assert read_files(tmp_path / "web") == files
-    data = TokenData(str(tmp_path / "web"), block_size=32, batch_size=64, seed=1)
-    windows = [row.astype(np.uint16).tobytes() for row in data.batch("train", TRAIN, 0, 0)[0].numpy()]
+    data = open_data(str(tmp_path / "web"), block_size=32, batch_size=64, seed=1)
+    windows = [row.astype(np.uint16).tobytes() for row in data.batch("train", 0, 0)[0].numpy()]
     assert all(sum(window in shard.tobytes() for window in windows) for shard in shards[1:-1])
 
 

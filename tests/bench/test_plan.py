@@ -253,10 +253,11 @@ def test_a_shape_that_no_kernel_supports_is_reported_in_its_row():
     planner = Planner(Job(replace(SMALL, n_head=1, n_embd=256), GPUS["t4"], 1), InlineExecutor())
     rows = [planner.plan_row(row, 1) for row in (ROWS[3], ROWS[0])]
     assert (
-        rows[0]["cannot"] == "causal_attention: heads have 256 channels, and the kernel supports up to 128"
+        rows[0]["cannot"]
+        == "--n_embd and --n_head make heads of 256 channels, and the attention kernel supports up to 128"
         and not rows[0]["fits"]
     )
-    assert "cannot run: causal_attention: heads have 256 channels" in format_memory_table(rows)[1] and rows[1]["fits"]
+    assert "cannot run: --n_embd and --n_head make heads of 256" in format_memory_table(rows)[1] and rows[1]["fits"]
 
 
 def test_a_second_plan_traces_nothing(tmp_path):

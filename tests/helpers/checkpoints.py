@@ -28,17 +28,10 @@ MANIFEST_FIELDS = {  # as in the manifest of a training run
 }
 
 
-class OneRank(Runtime):
-    """A Runtime with one rank and no process group."""
-
-    def gather(self, value):
-        return [value]
-
-
 def make_directory(out: Path, keep: int = 3) -> CheckpointDirectory:
     """Return a checkpoint directory of one rank in `out`, which is created if necessary."""
     out.mkdir(exist_ok=True)
-    return CheckpointDirectory(str(out), OneRank(0, 0, 1, 1, CPU, torch.float32), keep)
+    return CheckpointDirectory(str(out), Runtime(), keep)
 
 
 def write_bytes(content: bytes):

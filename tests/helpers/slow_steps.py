@@ -10,7 +10,7 @@ import runpy
 import sys
 import time
 
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 
 QUICK_STEPS = 4  # of a rank, before it becomes slow
 PAUSE_SECONDS = 2.0  # in each later step
@@ -20,11 +20,11 @@ def sleep_in_later_steps() -> None:
     """Change `TokenData.batch`, so that it sleeps before it reads the first batch of a later training step."""
     read, steps = TokenData.batch, set[int]()
 
-    def batch(self, split, purpose, step, micro_batch):
-        if purpose == TRAIN and step not in steps:
+    def batch(self, split, step, micro_batch):
+        if split == "train" and step not in steps:
             steps.add(step)
             time.sleep(PAUSE_SECONDS if len(steps) > QUICK_STEPS else 0.0)
-        return read(self, split, purpose, step, micro_batch)
+        return read(self, split, step, micro_batch)
 
     TokenData.batch = batch  # type: ignore[method-assign]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.matrix.cells import matches_formula
 from bench.phases import load_config_class
+from nanoGPT.dataset import TokenData
 from nanoGPT.files import PACKAGE
 from nanoGPT.observers import add_flags, find_default_observers
 from nanoGPT.train_config import TrainConfig
@@ -41,6 +42,10 @@ def tiny(phase: str, out_dir: Path, **changes: Any) -> TrainConfig:
     """Return a configuration that trains in about a second. `changes` replace its fields."""
     config_class = add_flags(CONFIGS[phase], find_default_observers(), changes.get("model", "gpt2"))
     return config_class(**{**TINY, "out_dir": str(out_dir), **changes})
+
+
+def open_data(dataset: str, block_size: int, batch_size: int, seed: int, **fields: Any) -> TokenData:
+    return TokenData(TrainConfig(dataset=dataset, block_size=block_size, batch_size=batch_size, seed=seed, **fields))
 
 
 def call_train(phase: str, config: TrainConfig) -> None:

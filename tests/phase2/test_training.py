@@ -20,10 +20,8 @@ from phase2_triton.apply import (
     KERNELS,
     TritonConfig,
     apply_kernels,
+    choose_kernels,
     kernel_optimizer,
-    parse_kernels,
-    resolve_kernels,
-    select_kernels,
 )
 from phase2_triton.changes import find_change
 from phase2_triton.kernels.core import KernelError
@@ -87,7 +85,7 @@ def test_a_model_with_kernels_matches_the_plain_model(kernels, bias):
     y[:, ::5] = -1
     ours = copy.deepcopy(plain)
     lines = apply_kernels(ours, kernels)
-    assert all(name in "\n".join(lines) for name in parse_kernels(kernels) - {"adamw"})
+    assert all(name in "\n".join(lines) for name in choose_kernels(kernels, "cpu", False, 8) - {"adamw"})
     (loss, grads), (expected, expected_grads) = (run_step(net, x, y) for net in (ours, plain))
     assert abs(loss - expected) <= 2e-6
     assert compute_max_gap(grads, expected_grads) <= 2e-6
@@ -143,19 +141,18 @@ def test_auto_selects_by_device_and_compilation(device_type, is_compiled, head_s
     It is the default on a GPU. Phases 1 and 3 get the same kernels. The line that is printed names them.
     """
     assert TritonConfig.GPU_DEFAULTS["kernels"] == "auto" and "kernels" not in TrainConfig.GPU_DEFAULTS
-    assert parse_kernels(select_kernels(" Auto ", device_type, is_compiled, head_size)) == expected
-    sharded = resolve_kernels(TrainConfig(n_embd=2 * head_size, n_head=2, compile=is_compiled), "auto", device_type)
-    assert parse_kernels(sharded) == expected
+    assert choose_kernels(" Auto ", device_type, is_compiled, head_size) == expected
+    assert choose_kernels("auto", device_type, is_compiled, head_size, KERNELS[1:]) == expected
     net = make_model(n_embd=2 * head_size, n_layer=1)
     line, *_ = apply_kernels(net, "auto", device_type, is_compiled)
-    assert line.startswith(f"kernels: auto selects {sharded}: ")
+    assert line.startswith(f"kernels: auto selects {','.join(sorted(expected)) or 'none'}: ")
 
 
 def test_auto_leaves_out_attention_on_an_old_gpu(monkeypatch):
     """The attention kernel needs more shared memory than a GPU older than Ampere has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert parse_kernels(select_kernels("auto", "cuda", False, 64)) == set(KERNELS) - {"adamw", "attention"}
+    assert choose_kernels("auto", "cuda", False, 64) == set(KERNELS) - {"adamw", "attention"}
 
 
 @pytest.mark.slow
@@ -252,7 +249,7 @@ def test_a_changed_model_is_refused():
         (CustomHeadGPT(shape), "loss: a CustomHeadGPT has its own compute_loss"),
         (nn.Linear(1, 1), "the model is a Linear"),
         (biased, "lm_head has a bias"),
-        (with_kernels, "already has a kernel: name all kernels in one call"),
+        (with_kernels, "already has kernels: name all kernels in one call"),
     ):
         before = repr(net)
         with pytest.raises(KernelError, match=words):
@@ -332,8 +329,9 @@ def test_an_unknown_kernel_is_refused(tmp_path):
     outcome = run_program("phase2_triton/train.py", "--kernels=layernom,loss", f"--out_dir={tmp_path}")
     assert_refused(outcome, "'layernom'", "did you mean layernorm?")
     with pytest.raises(ConfigError, match="'all'"):
-        parse_kernels("all,loss")
-    assert parse_kernels("Loss , gelu") == {"loss", "gelu"} and not parse_kernels("None")
+        choose_kernels("all,loss", "cpu", False, 8)
+    assert choose_kernels("Loss , gelu", "cpu", False, 8) == {"loss", "gelu"}
+    assert not choose_kernels("None", "cpu", False, 8)
 
 
 def test_all_kernels_have_one_meaning_in_every_phase():
@@ -341,12 +339,11 @@ def test_all_kernels_have_one_meaning_in_every_phase():
 
     There, AdamW's kernel is left out, because it does not update shards.
     """
-    all_kernels, triton = (resolve_kernels(TrainConfig(), kernels, "cpu") for kernels in (" All", "triton"))
-    assert parse_kernels(all_kernels) == parse_kernels(triton) == set(KERNELS) - {"adamw"}
+    for kernels in (" All", "triton"):
+        assert choose_kernels(kernels, "cpu", False, 8, KERNELS[1:]) == set(KERNELS) - {"adamw"}
     models = [make_model(), make_model()]
     lines = [apply_kernels(model, kernels) for model, kernels in zip(models, ("all", "Triton"), strict=True)]
     assert lines[0] == lines[1] and repr(models[0]) == repr(models[1])
-    assert TritonConfig(kernels="triton").select_kernels("cpu") == "all"
 
 
 # For each way in which Triton cannot run: code that creates it, and the reason that is printed.

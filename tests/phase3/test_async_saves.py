@@ -74,6 +74,7 @@ def fail_during_save(out: str, error: type[Exception]) -> list[str]:
         with start(tiny("phase3_fsdp", Path(out))) as run:
             saver = make_async_saver(CheckpointDirectory(out, run, 3))
             saver.run = run
+            run.observers.members.append(saver)
             saver.begin_save(2, {})
             raise error("step 3")
     except error:

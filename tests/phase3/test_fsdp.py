@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bench.matrix.cells import matches_formula, run_cell
-from nanoGPT.checkpoint.manifest import NewFiles
+from nanoGPT.checkpoint.manifest import Checkpoint, NewFiles
 from nanoGPT.distributed.runtime import create_runtime
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import lock_directory
@@ -152,7 +152,7 @@ def load_other_models() -> list[str]:
         for changes in ({"vocab_size": 64}, {"bias": False}, {"n_layer": 3}):
             other, _ = make_sharded_model(dataclasses.replace(MEDIUM, **{"bias": True, **changes}))
             with pytest.raises(ConfigError) as failure:
-                load_shards(folder, other, torch.optim.AdamW(other.parameters()))
+                load_shards(Checkpoint(folder, {"phase": "fsdp"}), other, torch.optim.AdamW(other.parameters()))
             errors.append(str(failure.value))
         dist.barrier()  # the directory is deleted now
     return errors

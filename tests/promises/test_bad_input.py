@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorPr
 from bench.plan.plan import PlanConfig
 from nanoGPT import export
 from nanoGPT.checkpoint.shards import RestrictedUnpickler, SafeReader
-from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import pick_device, pick_dtype
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import DATA
@@ -27,7 +26,7 @@ from nanoGPT.job.command import command_line
 from nanoGPT.train_config import TrainConfig, validate
 from phase3_fsdp.fsdp import FsdpConfig
 from tests.helpers.programs import assert_refused, run_program
-from tests.helpers.training import ROOT, tiny, train
+from tests.helpers.training import ROOT, open_data, tiny, train
 
 SHAPE = ["--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=8"]
 FLAGS = ["--device=cpu", "--max_iters=2", "--eval_iters=1", *SHAPE]
@@ -66,7 +65,7 @@ def test_a_wrong_flag_is_refused_with_one_sentence(flag, words, tmp_path):
 def test_a_config_file_may_set_known_fields_only(tmp_path):
     """If a config file has an unknown field, a wrong type or a syntax error, the message names file or field."""
     for line, words in [
-        ("batch_sise = 4", ["batch_sise", "did you mean batch_size?"]),
+        ("batch_sise = 4", ["batch_sise", "did you mean --batch_size?"]),
         ("batch_size = 'x'", ["--batch_size", "bad.py"]),
         ("batch_size = ", ["bad.py does not run", "SyntaxError"]),
         ("import nothing_here", ["ModuleNotFoundError"]),
@@ -168,7 +167,7 @@ def test_a_dataset_that_is_not_prepared_names_the_command():
     if (DATA / "openwebtext" / "meta.json").exists():
         pytest.skip("openwebtext is prepared on this machine")
     with pytest.raises(ConfigError, match="make data DATASET=openwebtext"):
-        TokenData("openwebtext", 8, 1, 1)
+        open_data("openwebtext", 8, 1, 1)
 
 
 def test_resume_with_another_shape_or_tokenizer_is_refused(tmp_path):

@@ -15,6 +15,7 @@ from nanoGPT.errors import ConfigError
 from nanoGPT.job.command import command_line
 from nanoGPT.job.parse import parse
 from nanoGPT.observers import add_flags, find_default_observers
+from nanoGPT.options import llama
 from nanoGPT.prepare import own_text
 from nanoGPT.sample import SampleConfig
 from nanoGPT.train import learning_rate
@@ -208,7 +209,9 @@ def test_a_run_saves_every_few_minutes(tmp_path):
 def test_flags_of_other_trainers_are_explained(tmp_path):
     """A flag of another trainer is refused, also in a config file. The flags that the answer names exist."""
     known = field_names(add_flags(FsdpConfig, find_default_observers()))
-    for name, answer in FsdpConfig.FOREIGN_FLAGS.items():
+    advice = {name: answer for names, answer in FsdpConfig.FOREIGN_FLAGS.items() for name in names.split()}
+    assert {field.name for field in dataclasses.fields(llama.Flags)} <= advice.keys()
+    for name, answer in advice.items():
         assert name not in known and set(re.findall(r"--(\w+)", answer)) <= {*known}
         (tmp_path / "theirs.py").write_text(f"{name} = 'nccl'\n")
         for words in ([f"--{name}=x"], [str(tmp_path / "theirs.py")]):

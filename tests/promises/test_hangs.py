@@ -223,12 +223,12 @@ if __name__ == "__main__" or "RANK" in os.environ:
 
     read = TokenData.batch
 
-    def batch(self, split, purpose, step, micro_batch):
+    def batch(self, split, step, micro_batch):
         if (os.environ["RANK"], split, step) == ("1", "train", 4):
             mutex, until = ctypes.create_string_buffer(64), (ctypes.c_long * 2)(int(time.time()) + 120, 0)
             for _ in range(2):
                 ctypes.PyDLL(None).pthread_mutex_timedlock(mutex, until)
-        return read(self, split, purpose, step, micro_batch)
+        return read(self, split, step, micro_batch)
 
     TokenData.batch = batch
     if __name__ == "__main__":
@@ -242,10 +242,10 @@ def train_with_a_fault(phase: str, config, faulty: int, fault: str) -> None:
     if os.environ["WORLD_SIZE"] == "4":
         os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
 
-    def batch(self, split, purpose, step, micro_batch):
+    def batch(self, split, step, micro_batch):
         if (split, step) == ("train", 4):
             os.kill(os.getpid(), signal.SIGSTOP) if fault == "stops" else time.sleep(1000)
-        return read(self, split, purpose, step, micro_batch)
+        return read(self, split, step, micro_batch)
 
     if rank == faulty:
         TokenData.batch = batch

@@ -139,7 +139,7 @@ def test_transformers_computes_the_same_logits(tied, tmp_path):
         (["--model=llama", "--n_embd=4"], "heads of 1 channels"),
         (["--model=llama", "--bias=True"], "--bias=True has no effect"),
         (["--model=llama", "--rope_theta=-1"], "--rope_theta=-1.0 is out of range"),
-        (["--n_kv_head=2"], "--n_kv_head is a flag of --model=llama: add --model=llama"),
+        (["--n_kv_head=2"], "--n_kv_head is not a flag of this trainer: add --model=llama"),
         (["--model=lama"], "cannot be imported .*did you mean llama"),
         (["--model=json"], "has no class Shape"),
     ],

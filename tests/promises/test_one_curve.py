@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from nanoGPT import export
 from nanoGPT.checkpoint.hugging_face import read_hf
 from nanoGPT.checkpoint.sources import read_weights
-from nanoGPT.dataset import EVALUATE, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.files import DATA
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.train_config import TrainConfig
@@ -107,10 +107,10 @@ def test_the_validation_loss_is_the_mean_without_dropout(runs, need_ranks):
     """
     need_ranks(2)
     config = tiny("nanoGPT", Path())
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     model = GPT(GPTConfig(2, 2, 32, 16, False, 75)).eval()
     model.init_weights(config.seed)
-    batch_losses = [model(*data.batch("val", EVALUATE, 0, index)).item() for index in range(3)]
+    batch_losses = [model(*data.batch("val", 0, index)).item() for index in range(3)]
     for phase in PHASES:
         val_loss = read_metric(runs(2) / f"{phase} validated", "val_loss")[0]
         assert val_loss == pytest.approx(sum(batch_losses) / 3, abs=1e-6), phase

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from measure.ledger import CollectiveCounter
 from measure.tracker import STATE, MemoryTracker
 from nanoGPT.costs import ring_bytes
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.model import GPT, GPTConfig
 from nanoGPT.optim import configure_optimizer, grad_norm
@@ -105,12 +105,12 @@ def measure_fsdp_steps(
 def measure_fsdp_step(model: GPT, optimizer: Any, config: FsdpConfig, micro_batches: int, step: int) -> dict[str, Any]:
     """Run one step, and return its marks, communication and memory, as in `measure_fsdp_steps`."""
     rank, ranks, marks = dist.get_rank(), dist.get_world_size(), Marks()
-    data = TokenData(config.dataset, config.block_size, config.batch_size, config.seed)
+    data = TokenData(config)
     with CollectiveCounter() as traffic, MemoryTracker(model, optimizer) as memory:
         handles = record_blocks(model, memory, marks)
         for i in range(micro_batches):
             set_gradient_sync(model, config, i == micro_batches - 1)
-            loss = model(*data.batch("train", TRAIN, step, i * ranks + rank))
+            loss = model(*data.batch("train", step, i * ranks + rank))
             (loss / micro_batches).backward()
             marks.append(("backward ends", None, memory.timeline[-1][0]))
             del loss

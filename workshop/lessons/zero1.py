@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanoGPT.checkpoint.shards import SafeReader
-from nanoGPT.dataset import TRAIN, TokenData
+from nanoGPT.dataset import TokenData
 from phase1_zero1.zero1 import Zero1Optimizer
 from workshop.lessons.loss_curves import compute_max_loss_difference
 from workshop.ranks import losses
@@ -130,7 +130,7 @@ def record_timeline(
             setattr(bucket, method_name, record(method_name, number, getattr(bucket, method_name)))
     recorded_steps = []
     for step in range(steps):
-        x, y = data.batch("train", TRAIN, step, dist.get_rank())
+        x, y = data.batch("train", step, dist.get_rank())
         events.clear()
         ready_times.clear()
         dist.barrier()

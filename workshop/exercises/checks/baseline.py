@@ -124,7 +124,7 @@ def check_reseed(answer: ModuleType, _: Any) -> None:
 class RandomBatches:
     """Random micro-batches with the interface of TokenData."""
 
-    def batch(self, _split: str, _purpose: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, _split: str, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(100 * step + micro_batch)
         tokens = torch.randint(0, 31, (2, 9), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -162,7 +162,7 @@ def run_reference_steps() -> list[dict[str, float]]:
         losses = []
         for micro_batch in range(4):
             reseed(CPU, STEP_CONFIG.seed, step, micro_batch)
-            losses.append(model(*RandomBatches().batch("train", 0, step, micro_batch)))
+            losses.append(model(*RandomBatches().batch("train", step, micro_batch)))
         (sum(losses) / 4).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
