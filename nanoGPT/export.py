@@ -68,10 +68,10 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
     shape = make_shape(manifest["model_args"])
     if format == "hf":
         find_format(shape.model)
-    folder.mkdir(parents=True, exist_ok=True)
-    # Files are moved into place only when all are written.
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary:
-        try:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Files are moved into place only when all are written.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as temporary:
             if format == "hf":
                 weights = read_full_state(checkpoint.path).model
                 tokenizer = manifest["data"]["tokenizer"]
@@ -83,10 +83,11 @@ def main(out_dir: str, to: str, format: Literal["hf", "ckpt"] = "hf", resume_ste
                 write_hf_tokenizer(Path(temporary), tokenizer)
             else:
                 save_ckpt(Path(temporary), read_full_state(checkpoint.path), shape, checkpoint.step, manifest)
-        except (RuntimeError, OSError, SafetensorError) as error:  # all can mean a full disk
-            raise ConfigError(f"--to={to} could not be written ({error}): free some disk space") from None
-        for file in sorted(Path(temporary).iterdir()):
-            file.replace(folder / file.name)
+            for file in sorted(Path(temporary).iterdir()):
+                file.replace(folder / file.name)
+    except (RuntimeError, OSError, SafetensorError) as error:  # all can mean a full disk
+        remedy = "free some disk space, or choose another directory"
+        raise ConfigError(f"--to={to} could not be written ({error}): {remedy}") from None
     print(f"exported {checkpoint.path.name} of {out_dir} to {folder} ({format})")
 
 

@@ -87,7 +87,7 @@ def summarize(runs: dict[str, Lines]) -> Table:
         )
         rates, peaks = columns["tokens_per_second"], columns["peak_memory_bytes"]
         rate, peak = rates and f"{statistics.median(rates):,.0f}", peaks and f"{max(peaks):.2f}"
-        table.add_row(name, *(str(cell or "-") for cell in (ranks, lines[-1]["step"], loss, best, rate, peak)))
+        table.add_row(name, *(str(cell or "-") for cell in (ranks, lines[-1].get("step"), loss, best, rate, peak)))
     return table
 
 

@@ -7,6 +7,7 @@ It only reads the files of the run, so it can be started and stopped at any time
 directory. It exits when the run ends, or when no rank has written a heartbeat for a minute.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ MAX_RANKS = 32  # rows of the table
 
 def format_sparkline(values: list[float], width: int = CURVE_WIDTH) -> str:
     """Return a curve of `width` characters; each shows the mean of its part of the values."""
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     count = min(width, len(values))

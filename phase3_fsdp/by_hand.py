@@ -133,7 +133,7 @@ class HandmadeFSDP:
         is_last: whether the next backward pass reduces the gradients. Before, gradients are accumulated in full.
 
     Raises:
-        ValueError: a parameter is frozen, complex or has no rows.
+        ValueError: a parameter is frozen, complex, has no rows, or is in two blocks.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype = torch.float32) -> None:
@@ -143,6 +143,8 @@ class HandmadeFSDP:
                 raise ValueError(message)
         self.model, self.is_last = model, True
         inner = {param for block in blocks for param in block.parameters()}
+        if len(inner) < sum(len(list(block.parameters())) for block in blocks):
+            raise ValueError("two blocks share a parameter: share it only outside of the blocks")
         root = [param for param in model.parameters() if param not in inner]
         self.units = [Unit(params, dtype) for params in (root, *(list(block.parameters()) for block in blocks))]
         for number, module in enumerate((model, *blocks)):

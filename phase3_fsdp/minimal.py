@@ -77,8 +77,8 @@ def build_sharded_model(
             and of each unit in other floating-point dtypes are converted too; integers are not.
 
     Raises:
-        ValueError: a parameter has no elements or is complex, or `fill` has not written all of it; or a buffer has no
-            values.
+        ValueError: a parameter has no elements or is complex, or `fill` has not written all of it; a buffer has no
+            values; or two units share a parameter.
     """
     with put_parameters_on_meta():
         model = build()
@@ -93,6 +93,8 @@ def build_sharded_model(
         param.data = (param.float() if is_low else param).contiguous()  # FSDP supports no other memory format
     attributes = [vars(param) for param in model.parameters()]  # they may select the parameter group
     shard_units(model, find_units(model), device, dtype)
+    if len(attributes) != len(list(model.parameters())):
+        raise ValueError("two units share a parameter, which FSDP would copy: share it only outside of the units")
     init_shards(model, fill, device)
     for param, values in zip(model.parameters(), attributes, strict=True):
         vars(param).update(values)
@@ -345,3 +347,5 @@ if __name__ == "__main__":
 
     with report_errors():
         command_line(main, sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # a normal exit with gloo sometimes aborts: "terminate called without an active exception"

@@ -37,6 +37,7 @@ def test_watch_shows_the_last_values(run):
     picture = show(run)
     assert f"step 11 of 12  loss {last['loss']:.4f}" in picture and "step-00000012" in picture
     assert sum("ended" in line for line in picture.splitlines()) == 2
+    assert watch.format_sparkline([1.0, float("nan"), 2.0]) == "▁█"  # a loss that is not finite is left out
     assert "step 11 of 12" in run_program("operate.watch", f"--run={run}").output
 
 

@@ -174,6 +174,14 @@ def test_parameters_that_it_cannot_shard_are_refused(param):
         HandmadeFSDP(model, [])
 
 
+def test_blocks_that_share_a_parameter_are_refused():
+    """A parameter belongs to one unit."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match="two blocks share a parameter"):
+        HandmadeFSDP(model, list(model))
+
+
 class TwoOutputs(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x

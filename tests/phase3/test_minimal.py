@@ -395,6 +395,13 @@ class NoisyLayers(nn.Module):
         return (self.layers[branch](x) + self.noise).mean()
 
 
+def build_tied_layers() -> nn.Module:
+    """Return two layers that share a parameter."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
 class LayerWithScale(nn.Linear):
     """A layer with state that is not a tensor, such as the scales of a layer in fp8."""
 
@@ -418,6 +425,8 @@ def use_ranks_differently(folder: str) -> None:
 
     with pytest.raises(ValueError, match="`fill` has not written all values of layers.0.bias"):
         make(lambda name, full: full.fill_(1.0) if "weight" in name else None)
+    with pytest.raises(ValueError, match="two units share a parameter"):
+        minimal.build_sharded_model(build_tied_layers, list, lambda _, full: full.fill_(1.0), device)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     noises = [torch.empty(2) for _ in range(2)]
@@ -451,8 +460,8 @@ def use_ranks_differently(folder: str) -> None:
 
 
 def test_ranks_that_differ_are_refused(tmp_path):
-    """Ranks with other micro-batches or other gradients, values that are left out, state that is not saved,
-    and a second save into a directory are one error. Random buffers are equal on all ranks, and
+    """Ranks with other micro-batches or other gradients, values that are left out, a shared parameter, state that
+    is not saved, and a second save into a directory are one error. Random buffers are equal on all ranks, and
     `max_norm=0` does not clip."""
     run_on_ranks(use_ranks_differently, 2, str(tmp_path / "saved"))
 
