@@ -166,8 +166,8 @@ gpu: .venv/.dev data  ## measure everything that needs a GPU, into TO=DIR; repea
 	@$(PY) -m bench.gpu $(call QUOTED,--to=$(or $(TO),out/gpu)) $(ARGS)
 
 ##@ develop
-test: .venv/.dev data  ## run the tests (DEVICE=cuda: on GPUs)
-	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(ARGS)
+test: .venv/.dev data  ## run the tests (DEVICE=cuda: those that use a GPU)
+	@$(PY) -m pytest $(if $(DEVICE),--device=$(DEVICE)) $(if $(filter cuda,$(DEVICE)),-m "gpu and not slow") $(ARGS)
 test-fast: .venv/.dev data  ## run only the fast tests, which start no processes; under a minute
 	@$(PY) -m pytest -m "not slow and not heavy" --fast $(ARGS)
 exercises: .venv/.core data  ## test all exercises: solutions pass, stubs fail, wrong answers are explained; N=zero1: a chapter

@@ -185,7 +185,12 @@ class CheckpointDirectory:
         new_files = NewFiles(temporary, self.run.group, self.run.report_progress)
 
         def write_files() -> list[dict[str, Any]]:
-            write(new_files)
+            try:
+                write(new_files)
+            except Exception:  # torch's writer reports a full disk as a RuntimeError without this reason
+                if shutil.disk_usage(self.root).free < 1 << 20:
+                    raise ConfigError(f"the disk of {self.root} is full: free some space") from None
+                raise
             return new_files.records()
 
         with self.raise_save_error(final, temporary):
@@ -210,13 +215,10 @@ class CheckpointDirectory:
         try:
             yield
         except RunError as error:
-            # torch's writer reports a full disk as a RuntimeError without this reason.
-            is_full = temporary and temporary.exists() and shutil.disk_usage(self.root).free < 1 << 20
-            reason = f"the disk of {self.root} is full: free some space" if is_full else error
             if temporary and self.run.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise SaveError(
-                f"{final.name} was not saved: {reason}; earlier checkpoints are unchanged, resume from them"
+                f"{final.name} was not saved: {error}; earlier checkpoints are unchanged, resume from them"
             ) from None
 
     def _create_temporary(self, temporary: Path) -> None:

@@ -163,19 +163,20 @@ def start(config: TrainConfig, reads_only: bool = False) -> Iterator[Runtime]:
             torch.cuda.set_device(run.device)
         elif run.world_size > 1:
             torch.set_num_threads(1)  # ranks share the cores
-        if not dist.is_initialized():  # a notebook or a test may have created the group already
-            join_process_group(run)
-        run.token = run.gather(run.token)[0]
-        if not reads_only:
-            observers.configure(run)
-            enter_out_dir(run, config)
-            listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
-            run.observers = observers
-            observers.start(run)
-        run.print0(", ".join(f"{name} {value}" for name, value in run.reasons.items()) + f", {run.world_size} rank(s)")
-        with use_algorithms(attention, config.deterministic):
+        with use_algorithms(attention, config.deterministic):  # NCCL reads its algorithms when the ranks join
+            if not dist.is_initialized():  # a notebook or a test may have created the group already
+                join_process_group(run)
+            run.token = run.gather(run.token)[0]
+            if not reads_only:
+                observers.configure(run)
+                enter_out_dir(run, config)
+                listen_for_signals(run)  # an evaluation has nothing to save, so a signal may end it at once
+                run.observers = observers
+                observers.start(run)
+            reasons = ", ".join(f"{name} {value}" for name, value in run.reasons.items())
+            run.print0(f"{reasons}, {run.world_size} rank(s)")
             yield run
-        run.barrier()
+            run.barrier()
     except BaseException as error:
         sentence = None if isinstance(error, RunError) else observers.explain(error)
         if not reads_only:

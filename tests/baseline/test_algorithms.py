@@ -19,6 +19,7 @@ from nanoGPT.distributed.algorithms import (
     use_algorithms,
 )
 from nanoGPT.errors import ConfigError
+from nanoGPT.job import start as job
 from tests.helpers.training import CONFIGS, gap, read_metric, tiny, train_all
 from workshop.ranks import run_on_ranks
 
@@ -57,6 +58,22 @@ def test_a_backend_is_used_only_inside_of_the_context():
         assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
         raise RuntimeError
     assert flash in list_operators() and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_algorithms_are_chosen_before_the_ranks_join(tmp_path, monkeypatch):
+    """NCCL reads its algorithms when its group is created. With NVLS, sums of DDP would not repeat."""
+    chosen = []
+
+    def record(_run: object) -> None:
+        chosen.append((torch.are_deterministic_algorithms_enabled(), os.environ["NCCL_ALGO"]))
+        raise ConfigError("the ranks do not join")
+
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.delenv("NCCL_ALGO")  # removed again after the test
+    monkeypatch.setattr(job, "join_process_group", record)
+    with pytest.raises(ConfigError, match="do not join"), job.start(tiny("nanoGPT", tmp_path, deterministic=True)):
+        pass
+    assert chosen == [(True, "^NVLS,NVLSTree")]
 
 
 def count_cached_graphs(choices: list[list[str]], cache: str) -> list[int]:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from nanoGPT.checkpoint.manifest import DamagedCheckpoint, NewFiles, read_manife
 from nanoGPT.checkpoint.shards import write_shards
 from nanoGPT.checkpoint.sources import read_full_state
 from nanoGPT.distributed.runtime import Runtime
-from nanoGPT.errors import ConfigError
+from nanoGPT.errors import ConfigError, SaveError
 from nanoGPT.job.start import check_out_dir
 from nanoGPT.train_config import TrainConfig
 from tests.helpers.checkpoints import CPU, list_names, make_directory, write_bytes
@@ -286,6 +287,19 @@ def test_a_resume_rewrites_the_log_from_its_step(tmp_path):
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 12, "lo')
     assert train("nanoGPT", 1, tiny("nanoGPT", out, init_from="resume", **fields)) == expected == losses(out)
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """torch reports a full disk as an error of its file format. The message names the disk, and nothing is left."""
+    directory = make_directory(tmp_path)
+
+    def fail(_files: NewFiles) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(SaveError, match="was not saved: the disk of .* is full: free some space; earlier"):
+        directory.save(1, fail, {})
+    assert list_names(tmp_path) == []
 
 
 def fail_reads(monkeypatch, name: str, times: int, number: int) -> None:
