@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.PRELOADED += ["pytest", "tyro", "torch.distributed.optim", "triton.experimental.gluon"]
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()  # so that pytest prints the output of ranks and programs if a test fails
-    if config.getoption("--device") == "cpu":  # tests of the CPU also hold on a machine with GPUs
+    if config.getoption("--device") == "cpu":  # as on a machine with GPUs, where NCCL and CUDA are torch's defaults
         torch._C._get_accelerator = lambda *_args: torch.device("cuda")
     start_rank_server()
     capture.suspend_global_capture()

@@ -84,7 +84,7 @@ def find_best(config: TrainConfig, checkpoint: Checkpoint, run: Runtime) -> tupl
 
     Losses on other batches cannot be compared: a loss on a few lucky ones could remain the best one forever.
     """
-    old, step = checkpoint.manifest["config"], checkpoint.manifest.get("best_step") or 0
+    old, step = checkpoint.manifest["config"], checkpoint.manifest["best_step"]
     if all(old[name] == getattr(config, name) for name in ("eval_iters", "batch_size", "seed")):
         return float(checkpoint.manifest["best_val_loss"]), step
     if not config.eval_only:

@@ -107,7 +107,7 @@ def use_algorithms(attention: AttentionChoice, is_deterministic: bool) -> Iterat
     with backends:
         if is_deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
-            os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch adds in any order
+            os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # their sums do not repeat
             torch.use_deterministic_algorithms(True)
             # Filling new memory would only help to find bugs.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
