@@ -1,7 +1,7 @@
 """Format the results of checks, with a remedy below each problem."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +33,15 @@ def format_check(check: Check, subject_width: int) -> str:
     lines = textwrap.wrap(check.finding, WIDTH - len(start)) or [""]
     lines += textwrap.wrap(f"-> {check.remedy}", WIDTH - len(start), subsequent_indent="   ") if check.remedy else []
     return start + f"\n{indent}".join(lines)
+
+
+def report(checks: Iterable[Check], subject_width: int) -> list[Check]:
+    """Print each check as soon as it is known, and return all."""
+    known = []
+    for check in checks:
+        print(format_check(check, subject_width), flush=True)
+        known.append(check)
+    return known
 
 
 def summarize(checks: Sequence[Check]) -> str:

@@ -40,6 +40,7 @@ from nanoGPT.job.start import check_run
 from nanoGPT.prepare.meta import read_dataset_meta
 from nanoGPT.train_config import TrainConfig, field_names
 from operate.launch import split_arguments
+from operate.run_files import read_json_lines
 
 SYNTHETIC_STEPS, REAL_STEPS = 200, 300
 EARLY_STEPS = 20  # up to this step, two curves differ only by rounding; later, small differences grow
@@ -135,10 +136,9 @@ def execute_trial(trial: Trial) -> Check | None:
         status = execute(run)
         if status["state"] != "done":
             finding = f"{run.phase}: {status['state']}: {status['reason']}"
-            remedy = f"read {run.directory / 'log.txt'}, or run make autopsy"
+            remedy = f"read {run.output_file}, or run make autopsy RUN={run.out_dir}"
             return Check(f"{trial.name}: training", "fail", finding, remedy)
-        lines = (run.out_dir / "metrics.jsonl").read_text().splitlines()
-        trial.lines.append([json.loads(line) for line in lines])
+        trial.lines.append(read_json_lines(run.out_dir / "metrics.jsonl"))
     return None
 
 

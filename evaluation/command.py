@@ -29,11 +29,11 @@ from nanoGPT.sample import choose_run
 from operate.agreement import check_agreement
 from operate.connection import prepare_connection
 from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals, list_rank_processes
-from operate.node_monitor import kill_processes
 from operate.nodes import NodeConfig
 from operate.out_of_memory import is_out_of_memory
 from operate.restart import watch_launcher
 from operate.run_description import describe_starting_point, digest_code, find_version
+from operate.watchdog import send_signal
 
 STOP_SECONDS = 60.0  # time in which the ranks finish their problems after a signal
 
@@ -103,7 +103,7 @@ def kill_hung_ranks(received_signals: list[int]) -> None:
     while not {*received_signals} & {*STOP_SIGNALS}:
         time.sleep(0.5)
     time.sleep(STOP_SECONDS)
-    kill_processes(list_rank_processes(), signal.SIGKILL)
+    send_signal(list_rank_processes(), signal.SIGKILL)
 
 
 # ---- one rank

@@ -17,7 +17,7 @@ from evaluation.progress import Progress
 from evaluation.prompts import Prompter, choose_symbols
 from evaluation.scores import summarize
 from evaluation.settings import SolveConfig
-from evaluation.tasks import compute_digest
+from evaluation.tasks import digest_problem
 from measure.memory_limits import host_limits
 from nanoGPT.distributed.environment import collect_versions, describe_hardware, read_git_commit, read_peak_memory
 from nanoGPT.distributed.runtime import Runtime
@@ -94,7 +94,7 @@ class Evaluation:
         done = set()
         for problem, _ in self.work.values():
             if line := self.progress.lines.get(problem.id):
-                if line.get("problem") != compute_digest(problem):
+                if line.get("problem") != digest_problem(problem):
                     raise ConfigError(
                         f"{self.folder} has an answer to another problem with the id {problem.id!r}: use another "
                         "directory as --to"
@@ -137,7 +137,7 @@ class Evaluation:
         results = sorted(self.results.pop(number), key=lambda result: result.attempt)
         if self.progress is None:
             return
-        line: dict[str, Any] = {"id": problem.id, "number": number, "problem": compute_digest(problem)}
+        line: dict[str, Any] = {"id": problem.id, "number": number, "problem": digest_problem(problem)}
         line |= self._score_attempts(problem, results)
         line["tokens"] = sum(len(result.ids) for result in results)
         line["cut_off"] = sum(result.is_cut_off for result in results)

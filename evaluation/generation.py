@@ -105,15 +105,17 @@ class SlotCache:
         self.mask: Tensor | None = None
         self.layers = [LayerCache(self) for _ in range(layers)]
 
-    def begin_prompt(self, slot: int) -> list[LayerCache]:
-        """Prepare a forward pass of one new prompt, (1, T), for a slot."""
-        self.row, self.longest, self.mask = slot, 0, None
-        self.positions = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        return self.layers
+    def begin(self, slot: int | None) -> list[LayerCache]:
+        """Prepare a forward pass of one new prompt, (1, T), for a slot; or with None of one token per slot, (slots, 1).
 
-    def begin_token(self) -> list[LayerCache]:
-        """Prepare a forward pass of one token per slot, (slots, 1). Empty slots compute, and nothing reads them."""
-        self.row, self.longest = None, max(self.lengths)
+        Empty slots compute, and nothing reads them.
+        """
+        self.row = slot
+        if slot is not None:
+            self.longest, self.mask = 0, None
+            self.positions = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            return self.layers
+        self.longest = max(self.lengths)
         self.positions = torch.tensor(self.lengths, device=self.device)[:, None]
         self.window = max(self.longest + 1, min(self.limit, -(-(self.longest + 1) // CACHE_STEP) * CACHE_STEP))
         self.mask = (torch.arange(self.window, device=self.device) <= self.positions)[:, None, None]

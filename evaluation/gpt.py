@@ -40,9 +40,7 @@ class GptModel:
 
     def next_logits(self, ids: Tensor, cache: SlotCache | None, slot: int | None) -> Tensor:
         """Return the fp32 logits of the next token, (B, vocab_size). See `LanguageModel`."""
-        layers = None
-        if cache is not None:
-            layers = cache.begin_token() if slot is None else cache.begin_prompt(slot)
+        layers = cache.begin(slot) if cache is not None else None
         logits: Tensor = self.model(ids, caches=layers)[:, -1, : self.vocab_size].float()
         return logits
 

@@ -62,10 +62,7 @@ class HfModel:
         """Return the fp32 logits of the next token, (B, vocab_size). See `LanguageModel`."""
         if cache is None:
             return self._run(ids, torch.zeros(1, 1, dtype=torch.int64, device=self.device), None)[:, -1].float()
-        if slot is None:
-            cache.begin_token()
-        else:
-            cache.begin_prompt(slot)
+        cache.begin(slot)
         return self._run(ids, cache.positions, cache)[:, -1].float()
 
     def _run(self, ids: Tensor, first: Tensor, slots: SlotCache | None) -> Tensor:

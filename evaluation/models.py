@@ -64,7 +64,7 @@ class OpenedGpt:
         return GptModel(spread_gpt(self.shape, self.tensors, spread, run), self.codec.ids, run.device)
 
 
-def open_model(source: str, run: Runtime, step: StepChoice = None) -> OpenedModel:
+def open_model(source: str, run: Runtime, step: StepChoice) -> OpenedModel:
     """Return a model that is not read yet. Collective.
 
     Args:

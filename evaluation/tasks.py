@@ -1,7 +1,6 @@
 """Turn problems into the sequences that a model computes."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from evaluation.problems import ArcProblem, Problem, Report, read_problems
 from evaluation.prompts import Prompter, choose_symbols
 from evaluation.settings import DEFAULT_TOKENS, SolveConfig
 from nanoGPT.errors import ConfigError
+from operate.run_description import compute_digest
 
 
 def select_problems(config: SolveConfig, context: int, report: Report) -> Iterator[tuple[int, Problem]]:
@@ -68,7 +68,6 @@ def write_tasks(
     return [Task(number, attempt, ids, max_new, has_ended=has_ended) for attempt in range(config.attempts)]
 
 
-def compute_digest(problem: Problem) -> str:
+def digest_problem(problem: Problem) -> str:
     """Return what identifies the content of a problem."""
-    content = json.dumps(dataclasses.asdict(problem), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
+    return compute_digest(json.dumps(dataclasses.asdict(problem), sort_keys=True).encode())

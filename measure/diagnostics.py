@@ -46,7 +46,7 @@ def make_weights(device: torch.device) -> Tensor:
     return torch.arange(1, CHUNK + 1, device=device)
 
 
-def compute_digest(tensor: Tensor) -> int:
+def hash_tensor(tensor: Tensor) -> int:
     """Return a number that depends on every bit of a tensor and on the position of every element."""
     total = 0
     flat = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
@@ -176,7 +176,7 @@ class Diagnostics:
         self.run.enter_stage("diagnostics", step)  # whose time is not that of a step
         values = self._measure(step, loss, grad_norm)
         names = ("local_loss", "grad_norm", "parameters", "replica")
-        self._compare(step, self.run.gather({name: values[name] for name in names}))
+        compare_records(step, self.run.gather({name: values[name] for name in names}))
 
     def _measure(self, step: int, loss_sum: float, grad_norm: float) -> dict[str, Any]:
         """Write the record of a step, and return the values that are compared between the ranks."""
@@ -186,7 +186,7 @@ class Diagnostics:
             "step": step,
             "local_loss": loss_sum / micro_batches,
             "grad_norm": grad_norm,
-            "parameters": sum(compute_digest(param) for param in params.values()) % 2**61,
+            "parameters": sum(hash_tensor(param) for param in params.values()) % 2**61,
             "replica": get_replica_key(self.model),
             "memory": read_memory(self.run.device),
         }
@@ -220,30 +220,31 @@ class Diagnostics:
             "memory_at_start": self.memory_at_start,
         }
 
-    def _compare(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Compare the records of all ranks. Every rank has the same records, so all raise the same error."""
-        bad = [rank for rank, each in enumerate(records) if not math.isfinite(each["local_loss"])]
-        if bad:
-            place = f"rank(s) {bad}" if len(bad) < len(records) else "every rank"
-            raise NonFiniteLoss(
-                f"step {step}: the loss of {place} is not finite, and training stopped without saving: look at the "
-                "activation and gradient norms in diagnostics/, and resume from the last checkpoint"
-            )
-        norms = {rank: each["grad_norm"] for rank, each in enumerate(records)}
-        if not all(
-            math.isclose(norm, norms[0], rel_tol=NORM_TOLERANCE) for norm in norms.values() if math.isfinite(norm)
-        ):
+
+def compare_records(step: int, records: list[dict[str, Any]]) -> None:
+    """Compare the records of all ranks. Every rank has the same records, so all raise the same error."""
+    bad = [rank for rank, each in enumerate(records) if not math.isfinite(each["local_loss"])]
+    if bad:
+        place = f"rank(s) {bad}" if len(bad) < len(records) else "every rank"
+        raise NonFiniteLoss(
+            f"step {step}: the loss of {place} is not finite, and training stopped without saving: look at the "
+            "activation and gradient norms in diagnostics/, and resume from the last checkpoint"
+        )
+    norms = {rank: each["grad_norm"] for rank, each in enumerate(records)}
+    finite = [norm for norm in norms.values() if math.isfinite(norm)]
+    is_same = all(math.isclose(norm, finite[0], rel_tol=NORM_TOLERANCE) for norm in finite)
+    if not is_same or 0 < len(finite) < len(norms):
+        raise DivergedRanks(
+            f"step {step}: the ranks have different gradient norms ({describe_groups(norms)}), so each rank "
+            "clips by a different factor: sum the squared norms of all shards over the ranks before you clip"
+        )
+    for key in {tuple(each["replica"]) for each in records}:
+        digests = {r: each["parameters"] for r, each in enumerate(records) if tuple(each["replica"]) == key}
+        if len(set(digests.values())) > 1:
             raise DivergedRanks(
-                f"step {step}: the ranks have different gradient norms ({describe_groups(norms)}), so each rank "
-                "clips by a different factor: sum the squared norms of all shards over the ranks before you clip"
+                f"step {step}: ranks {describe_groups(digests, show_values=False)} have different values of the "
+                "same parameters: check that they start from the same weights, and that every gradient is averaged"
             )
-        for key in {tuple(each["replica"]) for each in records}:
-            digests = {r: each["parameters"] for r, each in enumerate(records) if tuple(each["replica"]) == key}
-            if len(set(digests.values())) > 1:
-                raise DivergedRanks(
-                    f"step {step}: ranks {describe_groups(digests, show_values=False)} have different values of the "
-                    "same parameters: check that they start from the same weights, and that every gradient is averaged"
-                )
 
 
 def describe_groups(values: dict[int, Any], show_values: bool = True) -> str:

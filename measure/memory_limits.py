@@ -35,14 +35,14 @@ def format_bytes(size: float) -> str:
     return f"{size:.3g} {UNITS[unit]}"
 
 
-def host_limits(root: Path = Path("/")) -> Iterator[tuple[str, int, bool]]:
+def host_limits() -> Iterator[tuple[str, int, bool]]:
     """Yield every limit of the CPU memory: its owner, its bytes, and whether all ranks of the node share it."""
     yield "this machine has", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), True
     for name, flag in (("RLIMIT_AS", "v"), ("RLIMIT_DATA", "d")):
         soft, _ = resource.getrlimit(getattr(resource, name))
         if soft != resource.RLIM_INFINITY:
             yield f"ulimit -{flag} allows this process", soft, False
-    for size in control_group_limits(root):
+    for size in control_group_limits():
         yield "the control group (of a container or a batch job) allows", size, True
 
 

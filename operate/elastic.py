@@ -53,10 +53,11 @@ from nanoGPT.job.start import check_run, handle_stop_signals
 from nanoGPT.train_config import TrainConfig
 from operate.connection import source_address
 from operate.launch import config_to_env, copy_output, list_rank_processes, load_trainer, split_arguments
-from operate.node_monitor import NodeMonitor, connect, kill_processes
+from operate.node_monitor import NodeMonitor, connect_to_job_store
 from operate.restart import ELASTIC_VARIABLE, STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
 from operate.run_description import describe_inputs
 from operate.store import is_served
+from operate.watchdog import send_signal
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
@@ -179,13 +180,13 @@ def leave_after_signal(monitor: NodeMonitor, clean_up: Callable[[], None]) -> No
         if not (pids := list_rank_processes()):
             clean_up()
             os._exit(128 + number)
-        kill_processes(pids, signal.SIGTERM)
+        send_signal(pids, signal.SIGTERM)
 
     def exit_without_ranks() -> None:
         while not received_signals:
             time.sleep(0.1)
         codes = {wait_for_rank(pid) for pid in list_rank_processes()} - {0, UNFINISHED}
-        kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
+        send_signal(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
         clean_up()
         os._exit(max(codes, default=0))
 
@@ -277,7 +278,7 @@ def build_launch_config(config: ElasticConfig, job: str, logs: str) -> LaunchCon
 def take_part(elastic: ElasticConfig, command: list[str], config: TrainConfig, inputs: dict[str, Any]) -> int:
     """Take part in the job until it has finished, or until this node is stopped. Return the exit code."""
     host, port = elastic.parse_store()
-    store = connect(host, port)
+    store = connect_to_job_store(host, port)
     job = name_job(store, config.out_dir)
     check_joining_node(store, job, inputs)
     os.environ |= {"OMP_NUM_THREADS": "1", **os.environ, **config_to_env(config)}

@@ -48,7 +48,7 @@ from operate.credentials import check_credentials
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from operate.observer import read_flags
 from operate.restart import has_finished
-from operate.watchdog import StallDetector, list_children, watch_children
+from operate.watchdog import StallDetector, list_children, send_signal, watch_children
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 BARRIER_SECONDS = 30.0  # a launcher that has finished waits this long for those of the other nodes
@@ -149,9 +149,7 @@ def forward_signals(received_signals: list[int]) -> None:
             raise SystemExit(128 + number)
         has_forwarded.append(True)
         forwarded_number = signal.SIGTERM if received_signals == [signal.SIGINT] else number
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, forwarded_number)
+        send_signal(pids, forwarded_number)
 
     handle_stop_signals(forward)
     signal.signal(signal.SIGQUIT, forward)
@@ -321,9 +319,9 @@ def main(arguments: list[str]) -> int:
     arguments, trainer, trainer_arguments = split_arguments(arguments)
     place = command_line(NodeConfig, arguments)
     check_node_config(place)
-    meeting = Rendezvous(place)
-    with meeting.share_errors():
-        config = read_checked_config(trainer, trainer_arguments, meeting)
+    rendezvous = Rendezvous(place)
+    with rendezvous.share_errors():
+        config = read_checked_config(trainer, trainer_arguments, rendezvous)
         config = dataclasses.replace(config, out_dir=create_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
     code = run_job(place, [str(trainer), *trainer_arguments], config)
@@ -332,13 +330,13 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def read_checked_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> TrainConfig:
+def read_checked_config(trainer: Path, arguments: list[str], rendezvous: Rendezvous) -> TrainConfig:
     """Parse the trainer's arguments, and check on this node all that can be checked before any rank starts.
 
     Raises:
         ConfigError: the run cannot work; the message says what to do.
     """
-    config, node = read_config(trainer, arguments, meeting), meeting.node
+    config, node = read_config(trainer, arguments, rendezvous), rendezvous.node
     check_run(config, node.world_size, node.gpus)
     check_memory(config, node.world_size, node.gpus)
     if node.node_rank == 0:
@@ -346,28 +344,28 @@ def read_checked_config(trainer: Path, arguments: list[str], meeting: Rendezvous
     return config
 
 
-def read_config(trainer: Path, arguments: list[str], meeting: Rendezvous) -> TrainConfig:
+def read_config(trainer: Path, arguments: list[str], rendezvous: Rendezvous) -> TrainConfig:
     """Parse the trainer's arguments. Config files are executed on node 0 only; the other nodes receive their values.
 
     Raises:
         ConfigError: an argument is invalid on this node, or a config file is invalid on node 0.
     """
     config_class: type[TrainConfig] = load_trainer(trainer).Config
-    if meeting.node.node_rank == 0:
+    if rendezvous.node.node_rank == 0:
         from_files = read_config_files(arguments, trainer)
-        config = parse(config_class, arguments, trainer, meeting.node.world_size, from_files)
-        meeting.open(config.timeout)
-        meeting.publish("config files", from_files)
-        meeting.compare_gpus()
+        config = parse(config_class, arguments, trainer, rendezvous.node.world_size, from_files)
+        rendezvous.open(config.timeout)
+        rendezvous.publish("config files", from_files)
+        rendezvous.compare_gpus()
         return config
-    ranks = meeting.node.world_size
+    ranks = rendezvous.node.world_size
     config = parse(config_class, arguments, trainer, ranks, from_files={})  # reports a misspelt flag before they meet
-    meeting.open(config.timeout)
-    (from_node_0,) = meeting.fetch("config files", [0])
+    rendezvous.open(config.timeout)
+    (from_node_0,) = rendezvous.fetch("config files", [0])
     if from_node_0 is None:
-        (problem,) = meeting.fetch("error", [0])
+        (problem,) = rendezvous.fetch("error", [0])
         raise ConfigError(f"node 0 cannot start: {problem}")
-    meeting.compare_gpus()
+    rendezvous.compare_gpus()
     return parse(config_class, arguments, trainer, ranks, from_node_0)
 
 

@@ -10,7 +10,6 @@ The first time is shorter. So the ranks of the node that was cut off have ended 
 of ranks never write into one run. Each node measures both times with its own clock, so the clocks need not agree.
 """
 
-import contextlib
 import datetime
 import os
 import signal
@@ -25,6 +24,7 @@ from nanoGPT.errors import ConfigError
 from operate.launch import list_rank_processes
 from operate.restart import STOP_KEY
 from operate.store import is_served
+from operate.watchdog import send_signal
 
 LEASE_SECONDS, LOST_SECONDS = 15.0, 20.0
 BEAT_SECONDS = 1.0  # between two beats
@@ -32,7 +32,7 @@ NODES_KEY = "nodes"  # in the store: the names of all nodes that have taken part
 TIMEOUT = datetime.timedelta(seconds=30)  # of a request to the store
 
 
-def connect(host: str, port: int) -> dist.TCPStore:
+def connect_to_job_store(host: str, port: int) -> dist.TCPStore:
     """Connect to the store.
 
     Raises:
@@ -44,13 +44,6 @@ def connect(host: str, port: int) -> dist.TCPStore:
             f"`.venv/bin/python -m operate.elastic serve --port={port}`"
         )
     return dist.TCPStore(host, port, None, is_master=False, timeout=TIMEOUT)
-
-
-def kill_processes(pids: list[int], number: int) -> None:
-    """Send a signal to processes, of which some may have exited already."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 class Beats:
@@ -96,7 +89,7 @@ class NodeMonitor:
         """Write a beat and read the beats of the other nodes every second."""
         beats, name, count = Beats(), os.urandom(4).hex(), 0
         try:
-            store = connect(self.host, self.port)
+            store = connect_to_job_store(self.host, self.port)
             while not store.check([f"{self.job} {STOP_KEY}"]):
                 begin, nodes, count = time.monotonic(), self.nodes, count + 1
                 store.set(f"{self.job} node {name}", str(count))
@@ -120,7 +113,7 @@ class NodeMonitor:
             self.nodes = 0
             message = f"{missing} node(s) sent no heartbeat to the store for {LOST_SECONDS:g} s"
             print(f"{message}: the job continues without them", flush=True)
-            kill_processes(list_rank_processes(), signal.SIGKILL)
+            send_signal(list_rank_processes(), signal.SIGKILL)
 
     def _watch_lease(self) -> None:
         """Wait until the store has not answered for LEASE_SECONDS. A request itself may wait much longer."""
@@ -139,8 +132,8 @@ class NodeMonitor:
     def _end(self, code: int, message: str) -> None:
         """Kill the ranks of this node, and exit."""
         self.nodes = 0
-        kill_processes(list_rank_processes(), signal.SIGKILL)
+        send_signal(list_rank_processes(), signal.SIGKILL)
         print(f"error: {message}", file=sys.stderr, flush=True)
-        kill_processes(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
+        send_signal(list_rank_processes(), signal.SIGKILL)  # the agent may have started new ones
         self.clean_up()
         os._exit(code)

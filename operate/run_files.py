@@ -11,15 +11,15 @@ from nanoGPT.errors import ConfigError
 
 
 def find_newest_run() -> Path:
-    """Return the directory under out/ that was written last.
+    """Return the directory under out/ of the run that wrote its log or metrics last.
 
     Raises:
         ConfigError: there is none.
     """
-    runs = [path.parent for name in ("log.txt", "metrics.jsonl") for path in Path("out").glob(f"**/{name}")]
-    if not runs:
+    files = [path for name in ("log.txt", "metrics.jsonl") for path in Path("out").glob(f"**/{name}")]
+    if not files:
         raise ConfigError("there is no run under out/: give RUN=DIRECTORY")
-    return max(runs, key=lambda folder: folder.stat().st_mtime)
+    return max(files, key=lambda path: path.stat().st_mtime).parent
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

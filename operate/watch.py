@@ -32,12 +32,12 @@ CURVE_WIDTH = 60  # characters
 MAX_RANKS = 32  # rows of the table
 
 
-def format_sparkline(values: list[float], width: int = CURVE_WIDTH) -> str:
-    """Return a curve of `width` characters; each shows the mean of its part of the values."""
+def format_sparkline(values: list[float]) -> str:
+    """Return a curve of at most CURVE_WIDTH characters; each shows the mean of its part of the values."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
-    count = min(width, len(values))
+    count = min(CURVE_WIDTH, len(values))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)

@@ -299,14 +299,19 @@ def is_child_of(heartbeat: dict[str, Any], parent: int) -> bool:
     return has_same_parent and read_state_and_parent(heartbeat["pid"])[1] == parent
 
 
+def send_signal(pids: list[int], number: int) -> None:
+    """Send a signal to processes, of which some may have exited already."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def dump_and_kill(pids: list[int]) -> None:
     """Make processes that do not respond write their stacks, and kill them. SIGCONT resumes a stopped process first."""
-    for numbers in ((signal.SIGQUIT, signal.SIGCONT), (signal.SIGKILL,)):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                for number in numbers:
-                    os.kill(pid, number)
-        time.sleep(GRACE_SECONDS if signal.SIGQUIT in numbers else 0)
+    send_signal(pids, signal.SIGQUIT)
+    send_signal(pids, signal.SIGCONT)
+    time.sleep(GRACE_SECONDS)
+    send_signal(pids, signal.SIGKILL)
 
 
 def watch_children(detector: StallDetector, find_pids: Callable[[], list[int]]) -> None:

@@ -85,10 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marker `ranks` to every test that starts processes, so that `make test-fast` skips it.
+    """Add the marker `gpu` to every test that runs on the device of `--device`: `pytest -m gpu --device=cuda`.
 
-    Add the marker `gpu` to every test that runs on the device of `--device`: `pytest -m gpu --device=cuda`. Move the
-    tests with the marker `long` to the front.
+    Move the tests with the marker `long` to the front.
     """
     for item in items:
         if isinstance(item, pytest.Function) and uses_device(item):

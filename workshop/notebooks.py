@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from itertools import zip_longest
 from pathlib import Path
 
 import jupytext
@@ -118,15 +117,6 @@ def make_kernel_environment(home: str) -> dict[str, str]:
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "OMP_NUM_THREADS": "1",
     }
-
-
-def find_differences(script: Path, ipynb: Path) -> list[str]:
-    """Return one line for each difference between the cells of an .ipynb and the cells of its script."""
-    if not ipynb.is_file():
-        return [f"{ipynb.name} is missing"]
-    notebooks = read_script(script), nbformat.read(ipynb, as_version=4)
-    pairs = zip_longest(*([(cell.cell_type, cell.source) for cell in each.cells] for each in notebooks))
-    return [f"cell {number} differs" for number, (expected, actual) in enumerate(pairs, start=1) if expected != actual]
 
 
 def write_notebook(notebook: NotebookNode, ipynb: Path) -> None:

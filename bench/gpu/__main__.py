@@ -243,7 +243,7 @@ def main(words: list[str]) -> int:
     place = Place(options.to.absolute(), options.dry_run)
     if options.task:
         return run_here(Task(**options.task), place)
-    prefixes = tuple(options.only.split(","))
+    prefixes = tuple(filter(None, options.only.split(","))) or ("",)
     tasks = [task for task in list_tasks(options.dry_run) if task.name.startswith(prefixes)]
     if not tasks:
         raise ConfigError(f"--only={options.only} names no task: use beginnings of names, such as check,times.loss")

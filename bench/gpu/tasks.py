@@ -7,7 +7,6 @@ task with `problems` has failed.
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import shutil
 import statistics
@@ -25,7 +24,7 @@ import torch
 
 from bench.kernels import tune
 from bench.kernels.cases import CASE_BUILDERS, GPT2_WIDTHS, Case, build_cases
-from bench.kernels.kernels import Stopwatch, measure, measure_limits, roofline_share
+from bench.kernels.kernels import Stopwatch, compute_roofline_share, measure, measure_limits
 from bench.plan.models import MODELS
 from bench.tables.records import describe_origin
 from phase2_triton.kernels.core import hash_sources
@@ -79,11 +78,11 @@ def check_kernel(place: Place, kernel: str) -> dict[str, Any]:
 
 def compare_with_torch(case: Case) -> list[dict[str, Any]]:
     """Return a row for each result and gradient of a case: the errors of the kernel and of torch."""
-    torchs = next(name for name in case.contenders if name in ("eager", "sdpa"))
+    reference = next(name for name in case.contenders if name in ("eager", "sdpa"))
     exact_types = {torch.bfloat16: torch.float32, torch.float32: torch.float64, torch.int64: torch.int64}
     inputs = [x.detach().to(exact_types[x.dtype]).requires_grad_(x.requires_grad) for x in case.inputs]
-    exact = tune.compute_results(dataclasses.replace(case, inputs=tuple(inputs)), torchs)
-    results = zip(tune.compute_results(case, "ours"), tune.compute_results(case, torchs), exact, strict=True)
+    exact = tune.compute_results(dataclasses.replace(case, inputs=tuple(inputs)), reference)
+    results = zip(tune.compute_results(case, "ours"), tune.compute_results(case, reference), exact, strict=True)
     rows = []
     for i, (ours, theirs, true) in enumerate(results):
         error, torch_error = ((x.to(true.dtype) - true).abs().max().item() for x in (ours, theirs))
@@ -112,7 +111,7 @@ def format_time(row: dict[str, Any], limits: dict[str, float]) -> str:
     """Return the time of a row and its share of the roofline limit, or its error."""
     if "error" in row:
         return str(row["error"])
-    return f"{statistics.median(row['samples_ms']):.3f} ms ({roofline_share(row, limits):.0%})"
+    return f"{statistics.median(row['samples_ms']):.3f} ms ({compute_roofline_share(row, limits):.0%})"
 
 
 def tune_tiles(place: Place) -> dict[str, Any]:
@@ -132,6 +131,7 @@ def train(
     """
     from bench.phases import find_package
     from nanoGPT.checkpoint.directory import CheckpointDirectory
+    from operate.run_files import read_json_lines
 
     trainer = importlib.import_module(f"{find_package(phase)}.train")
     out_dir = saved_run or place.folder / f"run-{os.getpid()}"
@@ -156,7 +156,7 @@ def train(
             patches.enter_context(mock.patch.object(CheckpointDirectory, "save"))
             patches.enter_context(mock.patch.object(trainer, "evaluate", return_value=0.0))  # it would compile again
         trainer.train(config)
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(out_dir / "metrics.jsonl")
     if not saved_run:
         shutil.rmtree(out_dir)
     steps = [line for line in lines if line["loss"] is not None]
@@ -168,7 +168,7 @@ def train(
     return {**row, "peak_bytes": max(line["peak_memory_bytes"] for line in steps), "losses": [s["loss"] for s in steps]}
 
 
-def train_apart(*arguments: Any) -> dict[str, Any]:
+def train_in_new_process(*arguments: Any) -> dict[str, Any]:
     """Call `train` in a process of its own, so that its memory and its compiled code are only its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(train, *arguments).result()
@@ -186,10 +186,10 @@ def compare_curves(place: Place, phase: str, kernels: str) -> dict[str, Any]:
     batch_size = min(8, choose_batch_size(place, "gpt2"))
     short = {"gradient_accumulation_steps": 1, "max_iters": 5, "batch_size": batch_size}
     options: dict[str, Any] = short if kernels == "none" else {**short, "kernels": kernels}
-    baseline = train_apart(place, "baseline", "gpt2", {**short, "compile": False})["losses"]
+    baseline = train_in_new_process(place, "baseline", "gpt2", {**short, "compile": False})["losses"]
     gaps = {}
     for mode in ("eager", "compiled")[: 1 if place.is_dry else 2]:  # to compile takes a minute on a CPU
-        losses = train_apart(place, phase, "gpt2", {**options, "compile": mode == "compiled"})["losses"]
+        losses = train_in_new_process(place, phase, "gpt2", {**options, "compile": mode == "compiled"})["losses"]
         gaps[mode] = max(abs(a - b) for a, b in zip(baseline, losses, strict=True))
     problems = [f"{mode}: losses differ by {gap:.1e}" for mode, gap in gaps.items() if not gap <= LOSS_TOLERANCE]
     summary = ", ".join(f"{mode} {gap:.1e}" for mode, gap in gaps.items())
@@ -202,7 +202,7 @@ def check_resume(place: Place, phase: str, options: dict[str, Any]) -> dict[str,
     fields = {**options, "max_iters": 4, "eval_interval": 2, "always_save_checkpoint": True, "compile": False}
     again = {**fields, "init_from": "resume", "resume_step": 2}
     try:
-        first, second = (train_apart(place, phase, "gpt2", each, folder)["losses"] for each in (fields, again))
+        first, second = (train_in_new_process(place, phase, "gpt2", each, folder)["losses"] for each in (fields, again))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     gap = max(abs(a - b) for a, b in zip(first, second, strict=True))
@@ -212,7 +212,7 @@ def check_resume(place: Place, phase: str, options: dict[str, Any]) -> dict[str,
 
 def measure_option(place: Place, phase: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return speed and memory of a trainer with an option; compiled, except in a dry run."""
-    row = train_apart(place, phase, model, {"compile": not place.is_dry, **options})
+    row = train_in_new_process(place, phase, model, {"compile": not place.is_dry, **options})
     rate, peak = statistics.median(row["tokens_per_second"]), row["peak_bytes"] / 2**30
     return {**row, "options": options, "summary": f"{rate:,.0f} tokens/s, peak memory {peak:.1f} GiB"}
 

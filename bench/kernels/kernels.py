@@ -156,13 +156,13 @@ def describe_row(case: Case, contender: str, name: str, cost: Cost) -> dict[str,
     }
 
 
-def roofline_share(row: dict[str, Any], limits: dict[str, float]) -> float:
+def compute_roofline_share(row: dict[str, Any], limits: dict[str, float]) -> float:
     """Return the time that the limits of the device allow, as a fraction of the measured time of a row."""
     seconds = max(row["bytes"] / limits["bytes_per_second"], row["flops"] / limits["flops_per_second"])
     return 1000 * seconds / statistics.median(row["samples_ms"])
 
 
-def kernel_device() -> torch.device:
+def find_kernel_device() -> torch.device:
     """Return the device of this process's kernels. With TRITON_INTERPRET=1 it is the CPU, even if there is a GPU."""
     is_compiled = torch.cuda.is_available() and not is_interpreted()
     return torch.device("cuda", 0) if is_compiled else torch.device("cpu")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.kernels.cases import GPT2_WIDTHS, Case, build_cases
-from bench.kernels.kernels import Stopwatch, build_passes, kernel_device, parse_names
+from bench.kernels.kernels import Stopwatch, build_passes, find_kernel_device, parse_names
 from nanoGPT.job.command import command_line, report_errors
 from phase2_triton.kernels.core import (
     CONFIG_FILE,
@@ -60,7 +60,7 @@ class Options:
     """path of the file to write"""
 
 
-def row_size(key: str, case: Case) -> int:
+def measure_size(key: str, case: Case) -> int:
     """Return the size that the kernel's rows in the table are sorted by, for this case."""
     if key == "adamw":
         return max(row["up_to"] for row in load_config_table()[key]["cuda"])
@@ -69,7 +69,7 @@ def row_size(key: str, case: Case) -> int:
     return case.inputs[1 if key.startswith("embedding") else 0].size(-1)
 
 
-def neighbors(row: Row) -> Iterator[Row]:
+def list_neighbors(row: Row) -> Iterator[Row]:
     """Yield the rows in which one number is half or twice as large; `num_stages` changes by one."""
     for name, value in row.items():
         if name in FIXED:
@@ -79,7 +79,7 @@ def neighbors(row: Row) -> Iterator[Row]:
                 yield {**row, name: other}
 
 
-def architecture_rows(key: str) -> list[Row]:
+def list_architecture_rows(key: str) -> list[Row]:
     """Return the rows of this architecture in the loaded table; the first call copies the rows of `cuda`.
 
     If there are rows for this version of Triton only, the kernel uses those, and they are tuned.
@@ -92,7 +92,7 @@ def architecture_rows(key: str) -> list[Row]:
 
 def set_row(key: str, row: Row) -> None:
     """Put a row into the loaded table, in place of the row for the same size."""
-    rows = architecture_rows(key)
+    rows = list_architecture_rows(key)
     rows[:] = sorted([*(r for r in rows if r["up_to"] != row["up_to"]), row], key=lambda r: r["up_to"])
 
 
@@ -151,15 +151,15 @@ def climb(key: str, case: Case, watch: Stopwatch, rounds: int) -> tuple[Row, flo
     Args:
         rounds: timed calls of each candidate.
     """
-    pass_name, size, reference = TIMED[key][1], row_size(key, case), compute_reference(case)
-    best = {**next(row for row in architecture_rows(key) if size <= row["up_to"]), "up_to": size}
+    pass_name, size, reference = TIMED[key][1], measure_size(key, case), compute_reference(case)
+    best = {**next(row for row in list_architecture_rows(key) if size <= row["up_to"]), "up_to": size}
     set_row(key, best)
     best_ms = start_ms = time_candidate(case, pass_name, watch, rounds, reference)
     has_improved = True
     while has_improved:
         has_improved = False
         try:
-            for row in neighbors(best):
+            for row in list_neighbors(best):
                 set_row(key, row)
                 candidate_ms = time_candidate(case, pass_name, watch, rounds, reference)
                 if candidate_ms < 0.98 * best_ms:
@@ -182,14 +182,14 @@ def format_table(table: dict[str, dict[str, list[Row]]]) -> str:
 
 
 def main(options: Options) -> None:
-    device = kernel_device()
+    device = find_kernel_device()
     watch, tuned = Stopwatch(device), set()
     rounds = 10 if device.type == "cuda" else 2
     for key in parse_names(options.only, list(TIMED)):
         for case in build_cases(device, {TIMED[key][0]}, list(GPT2_WIDTHS)):
-            if (key, row_size(key, case)) in tuned:
+            if (key, measure_size(key, case)) in tuned:
                 continue
-            tuned.add((key, row_size(key, case)))
+            tuned.add((key, measure_size(key, case)))
             row, best_ms, start_ms = climb(key, case, watch, rounds)
             print(f"{key:24}{case.shape:28}{start_ms:9.3f} to {best_ms:9.3f} ms  {row}", flush=True)
     if options.write:

@@ -17,6 +17,7 @@ import torch
 from bench.phases import find_package, load_config_class
 from nanoGPT.train_config import TrainConfig
 from operate.ranks import losses, run_on_ranks
+from operate.run_files import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def run_cell(phase: str, ranks: int, config: TrainConfig, timeout: float = 600, 
         device = "cuda" if config.device == "cuda" else "cpu"
         run_on_ranks(train, ranks, find_package(phase), config, threads, timeout=timeout, show=False, device=device)
     ledger = json.loads((out_dir / "ledger.json").read_text())
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(out_dir / "metrics.jsonl")
     untimed = {lines[0]["step"], ledger["step"]}
     timed = [line["step_ms"] for line in lines if line["step_ms"] and line["step"] not in untimed]
     step_ms = statistics.median(timed) if timed else None

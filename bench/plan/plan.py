@@ -31,7 +31,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from bench.plan.models import LLAMAS, MODELS
-from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, exit_with_parent, usable_bytes
+from bench.plan.planner import MAX_BATCH_SIZE, Job, Planner, Row, estimate_usable_bytes, exit_with_parent
 from bench.plan.report import format_largest, format_plan
 from bench.plan.speed import GPUS, GPUS_PER_NODE, Gpu
 from nanoGPT.costs import count_gpt2_params
@@ -138,7 +138,7 @@ def resolve_gpu(config: PlanConfig) -> Gpu:
     return replace(gpu, link=link or gpu.link, network=network or gpu.network)
 
 
-def describe_job(config: PlanConfig, gpus: int | None = None) -> Job:
+def describe_job(config: PlanConfig) -> Job:
     """Return what all rows of the plan have in common.
 
     Raises:
@@ -146,7 +146,7 @@ def describe_job(config: PlanConfig, gpus: int | None = None) -> Job:
     """
     shape = resolve_shape(config)
     gpu = resolve_gpu(config)
-    return Job(shape, gpu, gpus or config.gpus, config.micro_batches, config.optimizer, config.dtype)
+    return Job(shape, gpu, config.gpus, config.micro_batches, config.optimizer, config.dtype)
 
 
 def check_amount(name: str, amount: float | None) -> None:
@@ -222,7 +222,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     result = {"parameters": job.params, "shape": vars(job.shape), "gpus": config.gpus, "gpu": config.gpu}
     result |= {"optimizer": config.optimizer, "dtype": config.dtype, "tokens": config.tokens}
     result |= {"batch_size": config.batch_size, "micro_batches": config.micro_batches}
-    return {**result, "usable_bytes": round(usable_bytes(job.gpu)), "rows": planned}
+    return {**result, "usable_bytes": round(estimate_usable_bytes(job.gpu)), "rows": planned}
 
 
 def make_large_shape(k: int, block_size: int) -> GPTConfig:
@@ -260,7 +260,7 @@ def find_all_largest(config: PlanConfig) -> dict[str, Any]:
     ]
     names = ("gpu", "gpus", "batch_size", "block_size", "optimizer", "dtype")
     request = {name: getattr(config, name) for name in names}
-    return {**request, "usable_bytes": round(usable_bytes(job.gpu)), "rows": found}
+    return {**request, "usable_bytes": round(estimate_usable_bytes(job.gpu)), "rows": found}
 
 
 def main(config: PlanConfig) -> None:

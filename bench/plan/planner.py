@@ -23,9 +23,9 @@ from bench.plan.speed import (
     Gpu,
     Work,
     apply_launch_bound,
-    at_batch_size,
     estimate_communication,
-    gpu_seconds,
+    estimate_gpu_seconds,
+    evaluate_amount,
     step_seconds,
 )
 from bench.plan.trace import MEMORY_STAGES, SEQUENCES, Amounts, trace
@@ -70,7 +70,7 @@ def select_auto_kernels(row: Row, shape: ModelConfig, device_type: str = "cuda",
     return phase, {**options, "kernels": kernels}
 
 
-def usable_bytes(gpu: Gpu) -> float:
+def estimate_usable_bytes(gpu: Gpu) -> float:
     """Return the bytes of a GPU's memory that tensors can use, without CUDA, NCCL and fragmentation."""
     return (0.92 * gpu.gib - 1) * GIB
 
@@ -99,13 +99,13 @@ class TraceSummary:
         """Return the bytes by category at the memory peak of each of MEMORY_STAGES."""
         peaks = {}
         for stage, moments in self.moments.items():
-            candidates = [{name: at_batch_size(n, batch_size) for name, n in totals.items()} for totals in moments]
+            candidates = [{name: evaluate_amount(n, batch_size) for name, n in totals.items()} for totals in moments]
             peaks[stage] = max(candidates, key=lambda each: sum(each.values()))
         return peaks
 
     def seconds(self, works: list[Work], gpu: Gpu, batch_size: int) -> dict[str, float]:
         """Return the seconds on the GPU per stage, per micro-batch; for the update, per step."""
-        return self._per_micro_batch(gpu_seconds(works, gpu, batch_size))
+        return self._per_micro_batch(estimate_gpu_seconds(works, gpu, batch_size))
 
     def kernels(self) -> dict[str, float]:
         """Return the kernels that the eager model launches per stage, per micro-batch; for the update, per step."""
@@ -202,7 +202,7 @@ def summarize_trace(config: TrainConfig, job: Job, only_update: bool = False) ->
 SAVED_PER_LOGIT = 10
 
 
-def loss_workspace(row: Row, job: Job, batch_size: int) -> int:
+def estimate_loss_workspace(row: Row, job: Job, batch_size: int) -> int:
     """Return the bytes that the fused loss allocates inside its kernel, which a trace cannot see; 0 without it."""
     kernels = select_auto_kernels(row, job.shape)[1].get("kernels", "all" if row[0] == "phase2" else "none")
     if "loss" not in choose_kernels(kernels, "cuda", False, 1):
@@ -221,8 +221,8 @@ def extrapolate(values: Sequence[Numbers], n_layer: int) -> dict[Any, float]:
 def extrapolate_peak(
     peaks: Sequence[Mapping[str, Numbers]],
     n_layer: int,
-    update: TraceSummary | None = None,
-    shards_gradients: bool = False,
+    update: TraceSummary | None,
+    shards_gradients: bool,
 ) -> dict[str, dict[str, float]]:
     """Return the bytes by category at the memory peak of each of MEMORY_STAGES of the full model.
 
@@ -248,7 +248,7 @@ def find_peak(stages: Mapping[str, Numbers], workspace: int, row: Row, micro_bat
 
     Args:
         stages: bytes by category at the memory peak of each stage, from a trace.
-        workspace: bytes from `loss_workspace`.
+        workspace: bytes from `estimate_loss_workspace`.
         micro_batches: per rank and step.
     """
     totals = {stage: dict(peak) for stage, peak in stages.items()}
@@ -326,7 +326,7 @@ class Planner:
         peaks = [summary.peaks(batch_size) for summary in self.get_traces(row)]
         shards_gradients = row[1].get("zero_stage") == 2
         stages = extrapolate_peak(peaks, self.shape.n_layer, self.trace_update(row), shards_gradients)
-        return find_peak(stages, loss_workspace(row, self.job, batch_size), row, self.job.micro_batches)
+        return find_peak(stages, estimate_loss_workspace(row, self.job, batch_size), row, self.job.micro_batches)
 
     def peak_bytes(self, row: Row, batch_size: int) -> float:
         """Return the total bytes at the memory peak of a step."""
@@ -338,14 +338,14 @@ class Planner:
         if "fsdp_cpu_offload" in row[1] and 16 * self.job.params / self.job.gpus > host_bytes_per_gpu:
             return False
         try:
-            return self.peak_bytes(row, batch_size) <= usable_bytes(self.job.gpu)
+            return self.peak_bytes(row, batch_size) <= estimate_usable_bytes(self.job.gpu)
         except KernelError:  # the model is too wide for a kernel
             return False
 
     def largest_batch_size(self, row: Row) -> int:
         """Return the largest batch size per micro-batch that fits, up to MAX_BATCH_SIZE; 0 if even 1 does not fit."""
         sizes = range(1, MAX_BATCH_SIZE + 1)
-        return bisect_right(sizes, usable_bytes(self.job.gpu), key=lambda size: self.peak_bytes(row, size))
+        return bisect_right(sizes, estimate_usable_bytes(self.job.gpu), key=lambda size: self.peak_bytes(row, size))
 
     def estimate_speed(self, row: Row, batch_size: int, compiled: bool) -> dict[str, float]:
         """Return seconds per step, the part of them in which the GPU waits, tokens/s of all GPUs, and MFU."""
@@ -391,7 +391,7 @@ class Planner:
             "bytes": {name: round(memory[name]) for name in CATEGORIES},
             "host_bytes": round(host),
             "total_bytes": round(sum(memory.values())),
-            "fits": sum(memory.values()) <= usable_bytes(self.job.gpu),
+            "fits": sum(memory.values()) <= estimate_usable_bytes(self.job.gpu),
             "sent_bytes_per_step": round(sent),
             "largest_batch_size": largest,
             "speed": speed,

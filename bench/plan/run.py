@@ -17,9 +17,9 @@ import torch
 from bench.plan.planner import (
     SAVED_PER_LOGIT,
     Job,
+    estimate_loss_workspace,
     estimate_step,
     find_peak,
-    loss_workspace,
     select_auto_kernels,
     summarize_trace,
 )
@@ -70,7 +70,7 @@ def predict_run(config: TrainConfig, phase: str, ranks: int, gpu: Gpu) -> RunPre
     works, kernels = (traced.compiled, None) if config.compile else (traced.eager, traced.kernels())
     seconds = traced.seconds(works, gpu.with_dtype(dtype), config.batch_size)
     _, step_seconds = estimate_step(row, job, seconds, kernels, traced.traffic)
-    workspace = loss_workspace(row, job, config.batch_size)
+    workspace = estimate_loss_workspace(row, job, config.batch_size)
     peak = sum(find_peak(traced.peaks(config.batch_size), workspace, row, micro_batches).values())
     is_eager = not config.compile or getattr(config, "ledger", False)  # the ledger measures an eager step
     if not (is_eager or workspace or dtype == "float32"):
@@ -127,10 +127,10 @@ def detect_hardware(device: str) -> Gpu:
     return Gpu(1.0, flops, bandwidth, bandwidth / 4, bandwidth / 4, flops)
 
 
-def fastest_of(work: Callable[[], Any], times: int = 5) -> float:
-    """Call `work` several times. Return the seconds of the fastest call."""
+def fastest_of(work: Callable[[], Any]) -> float:
+    """Return the seconds of the fastest of five calls."""
     durations = []
-    for _ in range(times):
+    for _ in range(5):
         begin = time.perf_counter()
         work()
         durations.append(time.perf_counter() - begin)

@@ -3,7 +3,7 @@
     with Roofline() as roofline:                  # real or fake tensors
         loss = model(x, y)
         loss.backward()
-    gpu_seconds(roofline.compiled, GPUS["h100"])  # {"forward": ..., "backward": ..., "update": ...}
+    estimate_gpu_seconds(roofline.compiled, GPUS["h100"])  # {"forward": ..., "backward": ..., "update": ...}
 
 The time of an operator is the larger of its compute time and its memory time (Williams et al. 2009). A compiled step
 is assumed to fuse all operators between two matrix products into one pass. The pass reads each input once, and writes
@@ -141,17 +141,17 @@ class Work(NamedTuple):
     efficiency: float = 1.0
 
 
-def at_batch_size(amount: complex, batch_size: int) -> float:
+def evaluate_amount(amount: complex, batch_size: int) -> float:
     """Return the bytes or FLOPs of an amount with this batch size."""
     return amount.real + amount.imag * batch_size
 
 
-def gpu_seconds(works: Iterable[Work], gpu: Gpu, batch_size: int = 1) -> dict[str, float]:
+def estimate_gpu_seconds(works: Iterable[Work], gpu: Gpu, batch_size: int = 1) -> dict[str, float]:
     """Return the seconds of each of STAGES on a GPU, without the time of Python and of communication."""
     seconds = dict.fromkeys(STAGES, 0.0)
     for stage, traffic, flops, efficiency in works:
-        memory_seconds = at_batch_size(traffic, batch_size) / (MEMORY_EFFICIENCY * gpu.bandwidth)
-        seconds[stage] += max(memory_seconds, at_batch_size(flops, batch_size) / (efficiency * gpu.peak))
+        memory_seconds = evaluate_amount(traffic, batch_size) / (MEMORY_EFFICIENCY * gpu.bandwidth)
+        seconds[stage] += max(memory_seconds, evaluate_amount(flops, batch_size) / (efficiency * gpu.peak))
     return seconds
 
 
@@ -243,7 +243,7 @@ def apply_launch_bound(seconds: Mapping[str, float], kernels: Mapping[str, float
     return {stage: max(seconds[stage], LAUNCH_SECONDS * kernels[stage]) for stage in STAGES}
 
 
-def collective_seconds(
+def estimate_collective_seconds(
     gpu: Gpu, kind: str, tensor_bytes: float, ranks: int, calls: float = 1, one_per_node: bool = False
 ) -> float:
     """Return the seconds of `calls` ring collectives.
@@ -336,20 +336,20 @@ def estimate_communication(
         if kind == "all-gather" and phase == "phase3" and options.get("fsdp_reshard_after_forward", True):
             forward = min(bytes_per_param * params, size / micro_batches)
             for stage, amount in (("forward", forward), ("backward", size / micro_batches - forward)):
-                seconds = collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
+                seconds = estimate_collective_seconds(gpu, kind, amount, ranks, calls) if amount else 0.0
                 every[stage] += Communication(seconds, seconds / calls)
         elif kind == "all-to-all":  # Muon's; assume that none overlaps with computation
-            seconds = collective_seconds(gpu, kind, size, ranks, 1 + math.ceil(size / muon.ROUND_BYTES))
+            seconds = estimate_collective_seconds(gpu, kind, size, ranks, 1 + math.ceil(size / muon.ROUND_BYTES))
             once["backward"] += Communication(seconds, seconds)
         elif options.get("fsdp_sync_every_micro_batch") and kind == "reduce-scatter":
-            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls)
+            seconds = estimate_collective_seconds(gpu, kind, size / micro_batches, ranks, calls)
             every["backward"] += Communication(seconds, seconds / calls)
         elif options.get("zero_stage") == 2 and kind in ("reduce-scatter", "reduce"):
-            seconds = collective_seconds(gpu, kind, size / micro_batches, ranks, calls / micro_batches)
+            seconds = estimate_collective_seconds(gpu, kind, size / micro_batches, ranks, calls / micro_batches)
             every["backward"] += Communication(seconds, seconds / calls * micro_batches)
         else:
             is_across_replicas = kind == "all-reduce" and "fsdp_shard_size" in options and size >= SCALAR_BYTES
-            seconds = collective_seconds(gpu, kind, size, ranks, calls, one_per_node=is_across_replicas)
+            seconds = estimate_collective_seconds(gpu, kind, size, ranks, calls, one_per_node=is_across_replicas)
             stage = "forward" if kind in ("all-gather", "broadcast") else "backward"
             is_overlapped = phase != "phase1" or stage == "backward" or not compiled
             once[stage] += Communication(seconds, seconds / calls if is_overlapped else seconds)

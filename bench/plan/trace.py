@@ -39,7 +39,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.plan.speed import Roofline
 from measure.formulas import find_cost_function
-from measure.ledger import CollectiveCounter
 from measure.tracker import MemoryTracker
 from nanoGPT.costs import Costs
 from nanoGPT.distributed.runtime import DTYPES, Runtime
@@ -325,10 +324,9 @@ def suppress_output() -> Iterator[None]:
 
 @dataclass
 class TracedStep:
-    """Results of a trace: memory, traffic and work of rank 0 in `micro_batches` micro-batches, and the cost formula."""
+    """Results of a trace: memory and work of rank 0 in `micro_batches` micro-batches, and the cost formula."""
 
     memory: MemoryTracker
-    traffic: CollectiveCounter
     costs: Costs
     roofline: Roofline
     micro_batches: int
@@ -363,13 +361,12 @@ def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool
     ):
         setup = set_up_training(config, shape, run)
         allocate_optimizer_state(setup.optimizer)
-        traffic = CollectiveCounter()
         if only_update:
             for param in setup.model.parameters():
                 param.grad = torch.zeros_like(param)
             setup.get_grads()  # in phase 1 this reduces them
         buffers = find_cost_function(config, "gradient_buffers")(setup.optimizer)
-        memory = tracker(setup.model, setup.optimizer, None, buffers, traffic.record, keeps_timeline=False)
+        memory = tracker(setup.model, setup.optimizer, None, buffers, keeps_timeline=False)
         to_amount: Callable[[int], complex] = split_amount if covers_all_sizes else int
         with memory, track_stages(setup.model, memory), Roofline(to_amount) as roofline:
 
@@ -383,4 +380,4 @@ def trace(config: TrainConfig, shape: ModelConfig, ranks: int, only_update: bool
                 run_step(setup, config, run, micro_batches, begin_update)
             setup.optimizer.zero_grad()
         costs = find_cost_function(config, "step_costs")(setup.model, setup.optimizer, config, run)
-        return TracedStep(memory, traffic, costs, roofline, micro_batches)
+        return TracedStep(memory, costs, roofline, micro_batches)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.checks import Check, format_check, has_failed, summarize
+from bench.checks import Check, has_failed, report, summarize
 from bench.phases import find_phase
 from bench.plan.run import estimate_checkpoint_bytes, vocabulary_size
 from bench.preflight import node
@@ -69,23 +69,15 @@ def main(arguments: list[str]) -> None:
     place = command_line(NodeConfig, arguments)
     check_node_config(place)
     phase = find_phase(trainer)
-    checks: list[Check] = []
-
-    def report(check: Check) -> None:
-        checks.append(check)
-        print(format_check(check, SUBJECT_WIDTH), flush=True)
-
-    meeting = Rendezvous(place)
-    with meeting.share_errors():
-        config = read_checked_config(trainer, trainer_arguments, meeting)
+    rendezvous = Rendezvous(place)
+    with rendezvous.share_errors():
+        config = read_checked_config(trainer, trainer_arguments, rendezvous)
         resumes = config.init_from == "resume"  # without --out_dir, a new run creates a directory of its own
         if resumes or (config.out_dir != TrainConfig.out_dir and Path(config.out_dir).exists()):
             check_out_dir(Path(config.out_dir), resumes)
     shape = make_shape({**vars(config), "vocab_size": vocabulary_size(config)})
-    for check in check_node(config, place, phase, shape.count_params()):
-        report(check)
-    for check in check_ranks(config, place, phase, shape.count_params()):
-        report(check)
+    checks = report(check_node(config, place, phase, shape.count_params()), SUBJECT_WIDTH)
+    checks += report(check_ranks(config, place, phase, shape.count_params()), SUBJECT_WIDTH)
     print(f"\n{phase} on {place.world_size} rank(s): {summarize(checks)}")
     if has_failed(checks):
         raise ConfigError("a check failed: follow the remedies above before you start the run")

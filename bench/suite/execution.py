@@ -57,6 +57,10 @@ class Run:
     def out_dir(self) -> Path:
         return self.directory / "run"
 
+    @property
+    def output_file(self) -> Path:
+        return self.directory / "output.txt"
+
     def save(self) -> None:
         """Write run.json, which `read_run` reads."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -121,7 +125,7 @@ def build_command(run: Run, slurm: bool = False) -> list[str]:
             f"OUT_DIR={run.out_dir}",
             f"TRAINER={trainer}",
             f"PY={os.environ.get('PY', sys.executable)}",
-            f"GPUS={ranks_per_node(run)}",
+            f"GPUS={count_ranks_per_node(run)}",
         ]
         return ["env", *environment, "bash", SLURM, *run.words]
     flags = [*run.words, f"--out_dir={run.out_dir.resolve()}"]
@@ -129,7 +133,7 @@ def build_command(run: Run, slurm: bool = False) -> list[str]:
     return [sys.executable, "-m", "operate.launch", f"--gpus={run.ranks}", trainer, *flags]
 
 
-def ranks_per_node(run: Run) -> int:
+def count_ranks_per_node(run: Run) -> int:
     """Return the number of the run's ranks on each node of this Slurm job.
 
     Raises:
@@ -163,13 +167,13 @@ def execute(run: Run, slurm: bool = False) -> dict[str, Any]:
         write_status(run.directory, "running")
         names = {"WANDB_RUN_GROUP": run.directory.parent.name, "WANDB_NAME": run.directory.name}
         environment = {"OMP_NUM_THREADS": "1", **names, **os.environ}
-        with open(run.directory / "log.txt", "a") as log:
-            log_start = log.tell()
-            streams: dict[str, Any] = {"stdout": log, "stderr": log}
+        with open(run.output_file, "a") as file:
+            output_start = file.tell()
+            streams: dict[str, Any] = {"stdout": file, "stderr": file}
             # A run that outlives this program still has the lock.
             process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=(lock.fileno(),), **streams)
             stop_reasons = wait_for_exit(process, 60 * run.minutes)
-        output = (run.directory / "log.txt").read_bytes()[log_start:].decode(errors="replace")
+        output = run.output_file.read_bytes()[output_start:].decode(errors="replace")
         state, reason = classify_exit(run, process.returncode, stop_reasons[0] if stop_reasons else "", output)
         status = write_status(run.directory, state, reason, time.time() - begin)
         return {**status, "stopped": "signal" in stop_reasons}
@@ -218,7 +222,7 @@ def classify_exit(run: Run, code: int, stop_reason: str, output: str) -> tuple[s
     if code == 0 or (stop_reason and code in SIGNAL_EXIT_CODES):
         return "pending", f"stopped at step {step} of {run.steps}; the next start resumes the run"
     errors = [line for line in output.splitlines() if line.startswith("error")]
-    reason = errors[-1] if errors else f"exit code {code}; see {run.directory / 'log.txt'} for its output"
+    reason = errors[-1] if errors else f"exit code {code}; see {run.output_file} for its output"
     # Linux kills a process with SIGKILL when memory is exhausted.
     if "out of memory" in output.lower() or "killed by SIGKILL" in output:
         return "oom", reason

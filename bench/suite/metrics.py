@@ -29,12 +29,12 @@ class Metric:
     needs: str = ""
 
 
-def median_of(name: str) -> Callable[..., float]:
+def take_median(name: str) -> Callable[..., float]:
     """Return a function that computes the median over a run's logged steps, without the first one."""
     return lambda lines, _: statistics.median([line[name] for line in lines if line.get(name)][1:])
 
 
-def last_of(name: str) -> Callable[..., float]:
+def take_last(name: str) -> Callable[..., float]:
     """Return a function that reads the last logged value."""
     return lambda lines, _: float([line[name] for line in lines if line.get(name) is not None][-1])
 
@@ -45,10 +45,10 @@ def read_peak_bytes(_: Lines, ledger: dict[str, Any]) -> float:
 
 
 METRICS = {
-    "tokens_per_second": Metric("tokens per second", median_of("tokens_per_second"), min_steps=2),
-    "step_ms": Metric("ms per step", median_of("step_ms"), min_steps=2),
-    "loss": Metric("nats per token", last_of("loss")),
-    "val_loss": Metric("nats per token", last_of("val_loss")),
+    "tokens_per_second": Metric("tokens per second", take_median("tokens_per_second"), min_steps=2),
+    "step_ms": Metric("ms per step", take_median("step_ms"), min_steps=2),
+    "loss": Metric("nats per token", take_last("loss")),
+    "val_loss": Metric("nats per token", take_last("val_loss")),
     "peak_bytes": Metric("bytes per rank", read_peak_bytes, min_steps=3, needs="ledger"),
 }
 

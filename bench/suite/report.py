@@ -24,14 +24,14 @@ HEADER += ["reference", "not measured"]
 T_QUANTILES = [12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622]
 
 
-def half_width(values: list[float]) -> float | None:
+def compute_half_width(values: list[float]) -> float | None:
     """Return half the width of the 95% confidence interval of a mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     return T_QUANTILES[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def paired_differences(values: Mapping[int, float | None], reference: Mapping[int, float | None]) -> list[float]:
+def subtract_pairs(values: Mapping[int, float | None], reference: Mapping[int, float | None]) -> list[float]:
     """Return the differences from a reference for each seed that both have.
 
     Runs with the same seed train on the same batches, so their differences vary less than their values.
@@ -44,7 +44,7 @@ def summarize_values(values: dict[int, float | None]) -> Row:
     """Return the mean of the measured values, None if there are none, and half the width of its 95% interval."""
     measured = [value for value in values.values() if value is not None]
     mean = statistics.fmean(measured) if measured else None
-    return {"values": values, "mean": mean, "interval": half_width(measured)}
+    return {"values": values, "mean": mean, "interval": compute_half_width(measured)}
 
 
 def find_reference(row: Row, rows: list[Row]) -> Row | None:
@@ -68,10 +68,10 @@ def group_runs(runs: list[Run], metric: str) -> list[Row]:
         rows.append({**row, "faults": {seed: fault for seed, fault in faults.items() if fault}})
     for row in rows:
         reference = find_reference(row, rows)
-        differences = paired_differences(row["values"], reference["values"]) if reference else []
+        differences = subtract_pairs(row["values"], reference["values"]) if reference else []
         row["reference"] = f"{reference['phase']} {reference['variant']}" if reference else None
         row["difference"] = statistics.fmean(differences) if differences else None
-        row["difference_interval"] = half_width(differences)
+        row["difference_interval"] = compute_half_width(differences)
     return rows
 
 

@@ -1,6 +1,6 @@
 """Run a suite: a named experiment with many runs, on this machine or as Slurm jobs, and one report.
 
-    make suite SUITE=scaling                    # or memory, wrapping, kernels, optimizers, seeds
+    make suite SUITE=scaling                    # or memory, wrapping, depth, kernels, optimizers, seeds
     make suite SUITE=my_suite.toml              # your own suite; copy bench/suite/suites/scaling.toml to start
     make suite SUITE=scaling ARGS="--create_slurm --gpus_per_node=8"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.kernels.kernels import roofline_share
+from bench.kernels.kernels import compute_roofline_share
 from bench.phases import ROOT
 from bench.tables.records import format_table, hardware_of, read_results
 from nanoGPT.errors import ConfigError
@@ -111,7 +111,7 @@ def list_kernels(samples: dict[str, Any]) -> Iterable[Row]:
             alike = [row for row in result["rows"] if row["shape"] == kernel["shape"] and row is not kernel]
             others = [row for row in alike if row["pass"] in (kernel["pass"], "all")]  # a failed one has no passes
             times = [f"{row['contender']} {KERNEL_TIME.format(row)}" for row in others]
-            share = None if "error" in kernel else roofline_share(kernel, result["limits"])
+            share = None if "error" in kernel else compute_roofline_share(kernel, result["limits"])
             yield {**kernel, "share": share, "others": ", ".join(times)}
 
 

@@ -32,11 +32,11 @@ from bench.plan.planner import (
     Job,
     Planner,
     TraceSummary,
+    estimate_loss_workspace,
+    estimate_usable_bytes,
     extrapolate_peak,
     find_peak,
-    loss_workspace,
     trace_row,
-    usable_bytes,
 )
 from bench.plan.report import (
     explain_nothing_fits,
@@ -155,12 +155,12 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(monkeypatch):
     planner = Planner(Job(SMALL, GPUS["t4"], 4), InlineExecutor())
     for row, expected in ((ROWS[0], 1), (ROWS[1], 50), (("phase3", {"fsdp_activation_checkpointing": "full"}), 7)):
         space = planner.peak_bytes(row, expected) + 1
-        monkeypatch.setattr("bench.plan.planner.usable_bytes", lambda gpu, space=space: space)
+        monkeypatch.setattr("bench.plan.planner.estimate_usable_bytes", lambda gpu, space=space: space)
         largest = planner.largest_batch_size(row)
         assert planner.peak_bytes(row, largest) <= space < planner.peak_bytes(row, largest + 1)
-    monkeypatch.setattr("bench.plan.planner.usable_bytes", lambda gpu: 1000)
+    monkeypatch.setattr("bench.plan.planner.estimate_usable_bytes", lambda gpu: 1000)
     assert planner.largest_batch_size(ROWS[1]) == 0
-    monkeypatch.setattr("bench.plan.planner.usable_bytes", usable_bytes)
+    monkeypatch.setattr("bench.plan.planner.estimate_usable_bytes", estimate_usable_bytes)
     assert planner.largest_batch_size(ROWS[1]) == MAX_BATCH_SIZE
 
 
@@ -221,9 +221,13 @@ def test_the_workspace_of_the_fused_loss_counts_at_the_head():
     found.append(find_peak(peaks, 0, ("phase3", {**offload, "fsdp_sync_every_micro_batch": True}), 2))
     assert [sum(peak.values()) for peak in found] == [20, 21, 20]
     job = Job(SMALL, H100, 1)
-    sizes = {kernels: loss_workspace(("phase2", {"kernels": kernels}), job, 3) for kernels in ("loss", "gelu", "none")}
-    assert sizes["gelu"] == sizes["none"] == 0 == loss_workspace(("phase3", {}), job, 3)
-    assert sizes["loss"] == loss_workspace(("phase2", {}), job, 3) > 2 * 3 * SMALL.block_size * SMALL.vocab_size
+    sizes = {
+        kernels: estimate_loss_workspace(("phase2", {"kernels": kernels}), job, 3)
+        for kernels in ("loss", "gelu", "none")
+    }
+    assert sizes["gelu"] == sizes["none"] == 0 == estimate_loss_workspace(("phase3", {}), job, 3)
+    by_default = estimate_loss_workspace(("phase2", {}), job, 3)
+    assert sizes["loss"] == by_default > 2 * 3 * SMALL.block_size * SMALL.vocab_size
 
 
 @pytest.mark.heavy
@@ -314,7 +318,7 @@ def test_the_search_finds_the_largest_model(fraction, expected, monkeypatch):
     """The search returns the largest model that fits, and 0 if none does."""
     needed = {k: 16 * count_gpt2_params(make_large_shape(k, 8)) for k in range(1, MAX_BLOCKS + 1)}
     monkeypatch.setattr(Planner, "peak_bytes", lambda self, *_: needed[self.shape.n_layer])
-    monkeypatch.setattr(planner, "usable_bytes", lambda _: fraction * needed[9])
+    monkeypatch.setattr(planner, "estimate_usable_bytes", lambda _: fraction * needed[9])
     job = Job(make_large_shape(1, 8), H100, 1)
     assert find_largest(("baseline", {}), job, 1, InlineExecutor()) == expected
 

@@ -12,9 +12,9 @@ from bench.plan.speed import (
     Gpu,
     Roofline,
     apply_launch_bound,
-    collective_seconds,
+    estimate_collective_seconds,
     estimate_communication,
-    gpu_seconds,
+    estimate_gpu_seconds,
     step_seconds,
 )
 from phase2_triton.kernels import attention
@@ -33,21 +33,21 @@ def test_a_roofline_counts_bytes_and_flops():
     with torch.no_grad():
         with Roofline() as roofline:
             torch.nn.functional.embedding(ids, table)
-        times = [gpu_seconds(works, slow_gpu)["forward"] for works in (roofline.eager, roofline.compiled)]
+        times = [estimate_gpu_seconds(works, slow_gpu)["forward"] for works in (roofline.eager, roofline.compiled)]
         assert times == pytest.approx([2 * 4 * 3 * 8] * 2)
         with Roofline() as roofline:
             column.expand(10, 7).neg()
-        assert gpu_seconds(roofline.eager, slow_gpu)["forward"] == pytest.approx(4 * 10 + 4 * 70)
+        assert estimate_gpu_seconds(roofline.eager, slow_gpu)["forward"] == pytest.approx(4 * 10 + 4 * 70)
         with Roofline() as roofline:
             result = x.neg().neg()
-    times = [gpu_seconds(works, slow_gpu)["forward"] for works in (roofline.eager, roofline.compiled)]
+    times = [estimate_gpu_seconds(works, slow_gpu)["forward"] for works in (roofline.eager, roofline.compiled)]
     assert times == pytest.approx([4 * x.nbytes, x.nbytes + result.nbytes]) and len(roofline.eager) == 2
     q = torch.ones(1, 2, 16, 8, requires_grad=True)
     with Roofline() as roofline:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
     forward, backward = (each.flops for each in attention.cost(1, 2, 16, 8, 2))
     one_flop_per_second = Gpu(1.0, 1 / ATTENTION_EFFICIENCY, 1e30, 1.0, 1.0, 1.0)
-    seconds = gpu_seconds(roofline.eager, one_flop_per_second)
+    seconds = estimate_gpu_seconds(roofline.eager, one_flop_per_second)
     assert (seconds["forward"], seconds["backward"]) == pytest.approx((forward, backward))
     assert backward > 2 * forward
 
@@ -77,11 +77,11 @@ def test_a_step_waits_for_exposed_communication():
 
 def test_the_time_of_a_collective_depends_on_its_links():
     """A ring has a latency per hop. Several rings, and an all-to-all, share the network of a node."""
-    assert collective_seconds(H100, "all-gather", 0, 1024) == pytest.approx(896 * 3e-6 + 128 * 12e-6)
-    assert collective_seconds(H100, "all-reduce", 0, 8) == pytest.approx(2 * 7 * 3e-6)
-    rings = [collective_seconds(H100, "all-reduce", 1e9, 16, one_per_node=one) for one in (False, True)]
+    assert estimate_collective_seconds(H100, "all-gather", 0, 1024) == pytest.approx(896 * 3e-6 + 128 * 12e-6)
+    assert estimate_collective_seconds(H100, "all-reduce", 0, 8) == pytest.approx(2 * 7 * 3e-6)
+    rings = [estimate_collective_seconds(H100, "all-reduce", 1e9, 16, one_per_node=one) for one in (False, True)]
     assert 7 < rings[1] / rings[0] < 9
     hybrid = estimate_communication(("phase3", {"fsdp_shard_size": "8"}), {("all-reduce", 2): 1e9}, 1, 1, 1, H100, True)
-    assert hybrid[1]["backward"].seconds == collective_seconds(H100, "all-reduce", 1e9, 2, one_per_node=True)
-    within, between = (collective_seconds(H100, "all-to-all", 1e12, ranks) for ranks in (8, 16))
+    assert hybrid[1]["backward"].seconds == estimate_collective_seconds(H100, "all-reduce", 1e9, 2, one_per_node=True)
+    within, between = (estimate_collective_seconds(H100, "all-to-all", 1e12, ranks) for ranks in (8, 16))
     assert between == pytest.approx(within * (15 / 16) / (7 / 8) * H100.link / (H100.network / 8), rel=1e-3)

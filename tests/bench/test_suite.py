@@ -26,6 +26,7 @@ from bench.suite.report import group_runs, write_report
 from bench.suite.suite import SuiteConfig, build_runs, main
 from nanoGPT.errors import ConfigError
 from nanoGPT.files import lock_directory
+from operate.run_files import find_newest_run
 from tests.helpers.programs import DEADLINE, Program, run_program, wait_until
 from tests.helpers.slurm import SCONTROL, SRUN
 from tests.helpers.training import ROOT
@@ -104,8 +105,11 @@ def test_every_suite_has_valid_runs(tmp_path):
     assert len(runs) == 27 and {run.phase for run in runs if run.variant == "full"} == {"phase3"}
 
 
-def test_a_killed_suite_continues(tmp_path):
-    """After SIGKILL in the middle of a suite, a second start runs only the unfinished runs and writes the report."""
+def test_a_killed_suite_continues(tmp_path, monkeypatch):
+    """After SIGKILL in the middle of a suite, a second start runs only the unfinished runs and writes the report.
+
+    The newest run, which `make autopsy` reads, is the directory of the last run, not the one of its output.
+    """
     path = write_suite(tmp_path, SUITE.replace('"baseline", ', ""), max_iters=30, eval_interval=5)
     words = ["bench.suite", f"--suite={path}", f"--out_dir={tmp_path}/out", "--device=cpu"]
     first = Program(*words)
@@ -130,6 +134,8 @@ def test_a_killed_suite_continues(tmp_path):
     assert row["mean"] == pytest.approx(sum(row["values"].values()) / 2)
     text = (directory / "report.md").read_text()
     assert "| phase3 | 1 | plain |" in text and "Measured on" in text
+    monkeypatch.chdir(tmp_path)
+    assert find_newest_run() == Path("out/tiny") / running / "run"
 
 
 def test_a_run_is_executed_only_once(tmp_path, monkeypatch):

@@ -28,10 +28,10 @@ MANIFEST_FIELDS = {  # as in the manifest of a training run
 }
 
 
-def make_directory(out: Path, keep: int = 3) -> CheckpointDirectory:
+def make_directory(out: Path) -> CheckpointDirectory:
     """Return a checkpoint directory of one rank in `out`, which is created if necessary."""
     out.mkdir(exist_ok=True)
-    return CheckpointDirectory(str(out), Runtime(), keep)
+    return CheckpointDirectory(str(out), Runtime(), keep_checkpoints=3)
 
 
 def write_bytes(content: bytes):

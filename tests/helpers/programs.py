@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from operate.ranks import PRELOADED, without_main_module
-from operate.watchdog import list_children
+from operate.watchdog import list_children, send_signal
 from tests.helpers.forking import CAN_FORK_RANKS, fork_rank_server, prepare_fork
 from tests.helpers.training import ROOT, TINY
 
@@ -130,12 +130,9 @@ def kill_programs(programs: list[Program]) -> None:
     """Kill the programs that still run, and all their descendants, such as the ranks of a launcher."""
     running = [program.pid for program in programs if program.poll() is None]
     for pid in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)  # so that it starts no more children
+        send_signal([pid], signal.SIGSTOP)  # so that it starts no more children
         running += list_children(pid)  # the loop also visits the children that it adds
-    for pid in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    send_signal(running, signal.SIGKILL)
     for program in programs:
         program.process.join(10)
 
@@ -282,15 +279,11 @@ def launch(out: Path, ranks: int, phase: str = "phase3_fsdp", new_interpreters: 
     return Program("operate.launch", f"--gpus={ranks}", trainer, *words, new_interpreters=new_interpreters)
 
 
-def wait_until(is_true: Callable[[], object], seconds: float = DEADLINE) -> None:
-    """Wait until a condition is true.
-
-    Args:
-        seconds: deadline for a test that fails; long, because the machine may run other programs.
-    """
-    deadline = time.monotonic() + seconds
+def wait_until(is_true: Callable[[], object]) -> None:
+    """Wait until a condition is true. A test that fails waits long, because the machine may run other programs."""
+    deadline = time.monotonic() + DEADLINE
     while not is_true():
-        assert time.monotonic() < deadline, f"the condition was not true within {seconds} s"
+        assert time.monotonic() < deadline, f"the condition was not true within {DEADLINE} s"
         time.sleep(0.05)
 
 

@@ -54,10 +54,10 @@ def call_train(phase: str, config: TrainConfig) -> None:
     importlib.import_module(f"{phase}.train").train(config)
 
 
-def train(phase: str, ranks: int, config: TrainConfig, timeout: float | None = None) -> dict[int, float]:
+def train(phase: str, ranks: int, config: TrainConfig) -> dict[int, float]:
     """Train on real ranks, and return the losses by step."""
     device = "cuda" if config.device == "cuda" else "cpu"
-    run_on_ranks(call_train, ranks, phase, config, timeout=timeout, show=False, device=device)
+    run_on_ranks(call_train, ranks, phase, config, show=False, device=device)
     return losses(config.out_dir)
 
 

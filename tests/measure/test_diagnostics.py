@@ -1,12 +1,14 @@
 """`--diagnostics_interval`: records of memory and norms, and a run that stops when its ranks diverge."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from measure.diagnostics import compute_digest
+from measure.diagnostics import compare_records, hash_tensor
+from nanoGPT.errors import DivergedRanks
 from operate.run_files import read_json_lines
 from tests.helpers.training import gap, read_metric, tiny, train_all
 from workshop.ranks import RankFailed, losses, run_on_ranks
@@ -39,13 +41,22 @@ def test_records_have_the_norms_of_every_parameter(phase, tmp_path):
 def test_a_digest_depends_on_every_bit_and_position():
     """Flipping a bit of an element, or swapping two elements, changes the hash."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    reference = compute_digest(values)
+    reference = hash_tensor(values)
     for index in (0, 1, 499, 999):
         changed = values.clone()
         changed.view(torch.int32)[index] ^= 1
-        assert compute_digest(changed) != reference
+        assert hash_tensor(changed) != reference
     swapped = values[[1, 0, *range(2, 1000)]]
-    assert compute_digest(swapped) != reference and compute_digest(values.clone()) == reference
+    assert hash_tensor(swapped) != reference and hash_tensor(values.clone()) == reference
+
+
+@pytest.mark.parametrize("norms", [(1.0, 1.1), (1.0, math.nan), (math.inf, 1.0)])
+def test_ranks_with_different_norms_stop_the_run(norms):
+    """Ranks whose gradient norms differ are an error, also if only some of them are finite."""
+    common = {"local_loss": 1.0, "parameters": 0}
+    records = [{**common, "grad_norm": norm, "replica": [rank]} for rank, norm in enumerate(norms)]
+    with pytest.raises(DivergedRanks, match="step 3: the ranks have different gradient norms"):
+        compare_records(3, records)
 
 
 def change_one_weight(out: str, phase: str) -> None:

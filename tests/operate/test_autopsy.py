@@ -1,17 +1,16 @@
 """`make autopsy`: it names the cause of each of ten planted faults, and reads directories that are damaged."""
 
-import json
 import os
 import re
-import signal
 
 import pytest
 
 from nanoGPT.errors import ConfigError
 from operate.autopsy.causes import find_cause
 from operate.autopsy.evidence import Evidence, read_evidence
+from operate.run_files import find_newest_run
 from tests.helpers.marks import mark_slow
-from tests.helpers.programs import Program, assert_refused, await_steps, launch, run_program
+from tests.helpers.programs import Program, assert_refused, run_program
 from tests.helpers.training import tiny, train
 from workshop.faults import FAULTS
 
@@ -93,30 +92,23 @@ def test_a_stopped_process_is_not_compared(tmp_path):
     assert "SIGSTOP" in found[0].remedy and not found[0].evidence and len(found[1].evidence) == 1
 
 
-def test_a_killed_rank_and_a_stopped_run_are_named(tmp_path):
-    """A rank that was killed is named with the signal. A run that a signal stopped has no fault."""
-    for folder in ("killed", "stopped"):
-        out = tmp_path / folder
-        program = launch(out, 2, phase="nanoGPT")
-        await_steps(out, 3, program)
-        if folder == "killed":
-            heartbeat = json.loads((out / "heartbeat" / "rank1.json").read_text())
-            os.kill(heartbeat["pid"], signal.SIGKILL)
-        else:
-            program.send_signal(signal.SIGTERM)
-        program.communicate()
-    cause = find_cause(read_evidence(tmp_path / "killed"))
-    assert (cause.kind, cause.text) == ("killed", "rank 1 was killed by SIGKILL")
-    stopped = find_cause(read_evidence(tmp_path / "stopped"))
-    assert (stopped.kind, stopped.text) == ("none", "no fault: the run was stopped by a signal")
-
-
 def test_the_node_whose_rank_was_killed_is_named(tmp_path):
     """The launchers of several nodes write into one log. The one that only lost a rank may write last."""
     killed = "2026-01-01 00:00:00 launcher: exit code 137: rank 1: it was killed by SIGKILL"
     lost = "2026-01-01 00:00:01 launcher: exit code 1: rank 0: lost a rank (Connection closed by peer)"
     assert Evidence(tmp_path, log=[killed, lost]).exit_line == killed
     assert Evidence(tmp_path, log=[lost]).exit_line == lost and not Evidence(tmp_path).exit_line
+
+
+def test_the_newest_run_is_the_one_that_wrote_last(tmp_path, monkeypatch):
+    """A run that still trains is newer than a run that was created after it and has ended."""
+    monkeypatch.chdir(tmp_path)
+    for name, seconds in (("training", 2), ("ended", 1)):
+        file = tmp_path / "out" / name / "metrics.jsonl"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (seconds, seconds))
+    assert find_newest_run().name == "training"
 
 
 def test_damaged_files_are_read(tmp_path):

@@ -12,9 +12,9 @@ from nanoGPT.errors import LostConnection
 from nanoGPT.files import lock_directory
 from operate import restart
 from operate.elastic import wait_for_rank
-from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats, kill_processes
+from operate.node_monitor import LEASE_SECONDS, LOST_SECONDS, Beats
 from operate.restart import count_usable_ranks
-from operate.watchdog import list_children
+from operate.watchdog import list_children, send_signal
 from tests.helpers.programs import Program, assert_refused, find_free_port, make_flags, run_program, wait_until
 from tests.helpers.training import TINY, tiny, train
 from workshop.ranks import losses
@@ -87,7 +87,7 @@ def test_nodes_join_die_and_leave(tmp_path):
     assert stranger.returncode == 2 and "--seed is 7 here and 1337 there" in output, output
     ranks = list_children(second.pid)
     second.kill()
-    kill_processes(ranks, signal.SIGKILL)  # those that have not ended yet with their agent
+    send_signal(ranks, signal.SIGKILL)  # those that have not ended yet with their agent
     starts = await_start(out, starts, 2, [first])
     second = start_node(port, out, gpus=3)
     starts = await_start(out, starts, 4, [first, second])
@@ -95,7 +95,7 @@ def test_nodes_join_die_and_leave(tmp_path):
     assert first.wait() == 0, first.output()
     assert "was killed by" not in first.output()
     starts = await_start(out, starts, 2, [second])
-    kill_processes(list_children(second.pid)[:1], signal.SIGKILL)
+    send_signal(list_children(second.pid)[:1], signal.SIGKILL)
     starts = await_start(out, starts, 2, [second])
     assert "a rank of this node was killed by SIGKILL: the ranks restart" in second.output()
     store.kill()

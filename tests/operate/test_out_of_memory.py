@@ -50,23 +50,23 @@ def test_a_model_that_cannot_fit_is_refused_at_once(trainer, flag, message, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def set_width_for_memory_share(share: float, config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the width at which the parameters need `share` of this machine's memory."""
+def fill_memory(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the width at which the parameters need 60% of this machine's memory."""
     total = next(size for owner, size, _ in host_limits() if owner == "this machine has")
-    width = round((share * total / 4 / 12 / config.n_layer) ** 0.5 / 4) * 4
+    width = round((0.6 * total / 4 / 12 / config.n_layer) ** 0.5 / 4) * 4
     return dataclasses.replace(config, n_embd=width)
 
 
 def test_the_parameters_of_all_ranks_of_a_node_must_fit():
     """Two ranks with full replicas on one node need twice the memory of one. Two ranks of FSDP, or on two nodes, do
     not."""
-    config = set_width_for_memory_share(0.6, TrainConfig())
+    config = fill_memory(TrainConfig())
     check_parameters_fit(config, 75, 1, 1)
     check_parameters_fit(config, 75, 2, 1)
-    check_parameters_fit(set_width_for_memory_share(0.6, FsdpConfig()), 75, 2, 2)
+    check_parameters_fit(fill_memory(FsdpConfig()), 75, 2, 2)
     for config in (TrainConfig(), FsdpConfig(fsdp_shard_size="1")):
         with pytest.raises(ConfigError, match="in fp32 on 2 ranks"):
-            check_parameters_fit(set_width_for_memory_share(0.6, config), 75, 2, 2)
+            check_parameters_fit(fill_memory(config), 75, 2, 2)
 
 
 def test_the_model_state_must_fit_into_a_gpu():

@@ -55,10 +55,10 @@ def test_dw_is_summed_over_chunks_in_fp32(monkeypatch):
     assert not is_within_tolerance(compute_dw(w, x, shipped_loss), eager, exact)
 
 
-def make_sparse_rows(rows=5, stride=2**30):
-    """Return rows of 8 numbers that begin 2^30 elements apart: 8.6 GB of memory on a GPU, but only 5 pages on a CPU."""
-    x = torch.empty((rows - 1) * stride + 8, dtype=torch.float16).as_strided((rows, 8), (stride, 1))
-    return x.copy_(torch.arange(rows * 8).view(rows, 8))
+def make_sparse_rows():
+    """Return 5 rows of 8 numbers that begin 2^30 elements apart: 8.6 GB of memory on a GPU, but 5 pages on a CPU."""
+    x = torch.empty(4 * 2**30 + 8, dtype=torch.float16).as_strided((5, 8), (2**30, 1))
+    return x.copy_(torch.arange(40).view(5, 8))
 
 
 @pytest.mark.parametrize("full_columns", [4, 8])

@@ -41,11 +41,11 @@ HEARTBEAT |= {"run": "new", "host": "here", "pid": 1, "parent": 0, "ended": Fals
 class SimulatedJob:
     """Heartbeat files as ranks write them, and the stall detector of rank 0, with a clock that the test advances."""
 
-    def __init__(self, out: Path, ranks: int, stall_seconds: float = 10.0) -> None:
+    def __init__(self, out: Path, ranks: int) -> None:
         self.out, self.now = out, time.monotonic()
         for folder in ("heartbeat", "stacks"):
             (out / folder).mkdir()
-        self.detector = StallDetector(out, ranks, stall_seconds, 0, "new")
+        self.detector = StallDetector(out, ranks, 10.0, 0, "new")
 
     def write_heartbeat(self, rank: int, **changes) -> None:
         heartbeat = {**HEARTBEAT, "time": self.now, **changes}
@@ -366,7 +366,7 @@ def test_only_children_of_a_launcher_can_be_lost(tmp_path):
 def test_the_death_of_a_rank_ends_ranks_that_cannot_notice_it(nodes, fault, code, reason, tmp_path):
     """A rank dies while the other one waits as for a GPU: on both nodes the job ends within seconds and names it."""
     words = ["phase3_fsdp/train.py", *make_flags(**{**LONG_RUN, "n_layer": 1, "out_dir": tmp_path})]
-    words += ["--observers=operate,tests.helpers.deaf"]
+    words += ["--observers=operate,tests.helpers.unreachable_rank"]
     place = [f"--gpus={2 // nodes}", f"--nnodes={nodes}", "--master_addr=127.0.0.1"]
     environment = {"MASTER_PORT": find_free_port(), "FAULT": fault}
     programs = [Program("operate.launch", *place, f"--node_rank={i}", *words, **environment) for i in range(nodes)]

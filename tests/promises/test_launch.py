@@ -17,6 +17,8 @@ from nanoGPT.errors import ConfigError, report_failure
 from nanoGPT.job.start import STOP_SIGNALS, enter_out_dir, listen_for_signals, report_job_errors
 from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
+from operate.autopsy.causes import find_cause
+from operate.autopsy.evidence import read_evidence
 from operate.launch import explain_exit, find_root_cause
 from operate.nodes import NodeConfig
 from operate.restart import record_job, resume_after_restart
@@ -85,7 +87,7 @@ def test_sigterm_ends_a_launcher_that_waits_for_other_nodes(tmp_path):
 def test_a_signal_saves_and_resumes(tmp_path):
     """After SIGUSR2, as after SIGTERM, the launcher finishes the step, saves and exits with code 0.
 
-    The resumed run has exactly the losses of an uninterrupted run.
+    The autopsy finds no fault. The resumed run has exactly the losses of an uninterrupted run.
     """
     fields = {**LONG_RUN, "max_iters": 300, "n_layer": 1, "gradient_accumulation_steps": 2}
     words = ["--gpus=2", "phase3_fsdp/train.py", *make_flags(**{**fields, "out_dir": tmp_path / "cut"})]
@@ -94,6 +96,8 @@ def test_a_signal_saves_and_resumes(tmp_path):
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate()
     assert process.returncode == 0 and "--init_from=resume" in output and "A sample" not in output, output
+    cause = find_cause(read_evidence(tmp_path / "cut"))
+    assert (cause.kind, cause.text) == ("none", "no fault: the run was stopped by a signal")
     last_step = max(losses(tmp_path / "cut"))
     manifest = (tmp_path / "cut" / "checkpoints" / f"step-{last_step + 1:08d}" / "manifest.json").read_text()
     assert last_step < 299 and "Infinity" not in manifest  # which JSON does not have
@@ -105,7 +109,10 @@ def test_a_signal_saves_and_resumes(tmp_path):
 
 
 def test_a_killed_rank_ends_the_job(tmp_path):
-    """After SIGKILL of one rank, the launcher names the rank, returns 137 and leaves no other rank."""
+    """After SIGKILL of one rank, the launcher names the rank, returns 137 and leaves no other rank.
+
+    The autopsy names the rank and the signal.
+    """
     process = launch(tmp_path, 2)
     await_steps(tmp_path, 2, process)
     pids = await_heartbeats(tmp_path, 2)
@@ -115,6 +122,8 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     assert output.splitlines()[-1].startswith("error: rank 1: it was killed by SIGKILL"), output
     assert "Traceback" not in output
     assert all(is_gone(pid) for pid in pids)
+    cause = find_cause(read_evidence(tmp_path))
+    assert (cause.kind, cause.text) == ("killed", "rank 1 was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -104,8 +104,8 @@ def test_two_nodes_with_the_same_number_are_refused(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", find_free_port())
     timeout = datetime.timedelta(seconds=60)
     first, second, again, late = (Rendezvous(NodeConfig(1, 2, rank)) for rank in (0, 1, 1, 1))
-    for meeting in (first, second, again):
-        meeting.open(timeout)
+    for rendezvous in (first, second, again):
+        rendezvous.open(timeout)
     with pytest.raises(ConfigError, match="another node has NODE_RANK=1: give each node its own"):
         second.fetch("config files", [0])
     again.publish("error", None)  # it can start

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from bench.checks import Check, format_check, has_failed, summarize
+from bench.checks import Check, has_failed, report, summarize
 from workshop.doctor.machine import ROOT, VENV_PYTHON, check_machine
 
 SUBJECT_WIDTH = 12
@@ -39,17 +39,10 @@ def check_packages() -> Iterator[Check]:
 
 def main() -> int:
     """Run all checks, print each as soon as it is known, and return the exit code."""
-    begin, checks = time.monotonic(), []
-
-    def report(check: Check) -> None:
-        checks.append(check)
-        print(format_check(check, SUBJECT_WIDTH), flush=True)
-
-    for check in check_machine():
-        report(check)
+    begin = time.monotonic()
+    checks = report(check_machine(), SUBJECT_WIDTH)
     if VENV_PYTHON.exists() and not has_failed([check for check in checks if check.subject in BASIC]):
-        for check in check_packages():
-            report(check)
+        checks += report(check_packages(), SUBJECT_WIDTH)
     print(f"\n{summarize(checks)}, in {time.monotonic() - begin:.0f} s")
     if has_failed(checks):
         print("error: a check failed: follow the remedies above", file=sys.stderr)

@@ -35,9 +35,9 @@ class Mistake:
     hangs: bool = False
 
 
-def plant_mistake(old: str, new: str, explanation: str, hangs: bool = False) -> Mistake:
+def plant_mistake(old: str, new: str, explanation: str) -> Mistake:
     """Return a wrong answer with one edit."""
-    return Mistake(((old, new),), explanation, hangs)
+    return Mistake(((old, new),), explanation)
 
 
 @dataclass(frozen=True)

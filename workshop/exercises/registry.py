@@ -18,21 +18,22 @@ from workshop.exercises.chapters import (
 )
 from workshop.exercises.exercise import Exercise
 
-CHAPTERS = {
-    "baseline": baseline.EXERCISES,
-    "collectives": collectives.EXERCISES,
-    "ddp": ddp.EXERCISES,
-    "zero1": zero1.EXERCISES,
-    "triton": triton.EXERCISES,
-    "bugs": bugs.EXERCISES,
-    "fsdp": fsdp.EXERCISES,
-    "memory": memory.EXERCISES,
-    "checkpoints": checkpoints.EXERCISES,
-    "precision": precision.EXERCISES,
-    "parallel": parallel.EXERCISES,
-    "tiles": tiles.EXERCISES,
-    "capstone": capstone.EXERCISES,
-}
+MODULES = (
+    baseline,
+    collectives,
+    ddp,
+    zero1,
+    triton,
+    bugs,
+    fsdp,
+    memory,
+    checkpoints,
+    precision,
+    parallel,
+    tiles,
+    capstone,
+)
+CHAPTERS = {module.__name__.rpartition(".")[2]: module.EXERCISES for module in MODULES}
 EXERCISES: dict[str, Exercise] = {each.name: each for chapter in CHAPTERS.values() for each in chapter}
 
 # In this order: ring collectives, DDP, ZeRO-1, a kernel and FSDP, each written by hand.

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from bench.phases import load_config_class
+from operate.run_files import read_json_lines
 from phase1_zero1 import train as zero1_trainer
 from phase3_fsdp import train as fsdp_trainer
 from workshop.exercises.exercise import Exercise, Mistake, expect, plant_mistake
@@ -81,7 +82,7 @@ def train_small(phase: str = "phase1") -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):
             config: Any = load_config_class(phase)(**SETTINGS, out_dir=str(folder))
             trainer.train(config)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_json_lines(folder / "metrics.jsonl")
         ledger = json.loads((folder / "ledger.json").read_text())["ranks"][0]
     return {"metrics": {line["step"]: line for line in lines}, **ledger}
 

@@ -1,7 +1,7 @@
 """Checks of the exercises on FSDP."""
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -47,20 +47,15 @@ def run_micro_batches(model: nn.Module, config: FsdpConfig, count: int = 2) -> d
     return collect_traffic(traffic.rows)
 
 
-def measure_saved_bytes(call: Callable[[], Tensor], ignored: Iterable[Tensor] = ()) -> tuple[Tensor, int]:
+def measure_saved_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """Return the result of a forward pass, and the bytes that it saves for the backward pass, each storage once.
 
     Scalars do not count.
-
-    Args:
-        call: the forward pass.
-        ignored: tensors that do not count, such as the parameters.
     """
     saved: dict[int, int] = {}
-    known = {tensor.untyped_storage().data_ptr() for tensor in ignored}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.dim() and tensor.untyped_storage().data_ptr() not in known:
+        if tensor.dim():
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 

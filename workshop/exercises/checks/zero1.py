@@ -31,12 +31,12 @@ def compute_loss(model: nn.Module, step: int, micro_batch: int) -> Tensor:
     return model(x).square().mean() * (3 + micro_batch)
 
 
-def train_unsharded(steps: int = 3, max_norm: float = 0.5) -> dict[str, Any]:
+def train_unsharded(max_norm: float = 0.5) -> dict[str, Any]:
     """Train in this process on the micro-batches of all ranks, 2 per rank. Return the weights and the norms."""
     model, norms = build_model(), []
     optimizer = AdamW(model.parameters(), lr=SMALL_LR)
     count = 2 * dist.get_world_size()
-    for step in range(steps):
+    for step in range(3):
         optimizer.param_groups[0]["lr"] = LARGE_LR if step else SMALL_LR
         for micro_batch in range(count):
             (compute_loss(model, step, micro_batch) / count).backward()
@@ -46,12 +46,12 @@ def train_unsharded(steps: int = 3, max_norm: float = 0.5) -> dict[str, Any]:
     return {"weights": flatten(model), "norms": norms}
 
 
-def train_sharded(make_optimizer: Any, steps: int = 3, max_norm: float = 0.5, sync_all: bool = False) -> dict[str, Any]:
+def train_sharded(make_optimizer: Any, sync_all: bool = False) -> dict[str, Any]:
     """Train on all ranks with a sharded optimizer. Return weights, norms, gradient bytes and the traffic of a step."""
     model, norms = build_model(), []
     optimizer = make_optimizer(model.parameters(), AdamW, lr=SMALL_LR)
     gradient_bytes = 0
-    for step in range(steps):
+    for step in range(3):
         optimizer.param_groups[0]["lr"] = LARGE_LR if step else SMALL_LR
         with CollectiveCounter() as traffic:
             for i in range(2):
@@ -60,7 +60,7 @@ def train_sharded(make_optimizer: Any, steps: int = 3, max_norm: float = 0.5, sy
                 (loss / 2).backward()
                 gradient_bytes = max(gradient_bytes, count_gradient_bytes(optimizer))
             if hasattr(optimizer, "clip_grad_norm_"):
-                norms.append(optimizer.clip_grad_norm_(max_norm).item())
+                norms.append(optimizer.clip_grad_norm_(0.5).item())
             optimizer.step()
             optimizer.zero_grad()
     optimizer.wait_for_params()
