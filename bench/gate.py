@@ -30,7 +30,8 @@ import numpy as np
 from bench.checks import Check, format_check, has_failed, summarize
 from bench.matrix.cells import matches_formula
 from bench.phases import PHASES, ROOT, Ranks, find_phase, load_config_class
-from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run
+from bench.plan.run import RunPrediction, detect_hardware, find_gpu, predict_run, read_usable_bytes
+from bench.plan.speed import GIB
 from bench.suite.execution import Run, execute
 from nanoGPT.dataset import find_mixture
 from nanoGPT.errors import ConfigError
@@ -102,11 +103,31 @@ def build_trials(phase: str, ranks: int, words: list[str], out_dir: Path) -> lis
         fields |= {"init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
         trial_config = dataclasses.replace(config, **fields)
         check_run(trial_config, ranks, ranks)
+        trial_config = fit_micro_batch(trial_config, phase, ranks)
         baseline, other = (
             build_run(each, ranks, trial_config, out_dir / f"{name}-{each}") for each in ("baseline", phase)
         )
         trials.append(Trial(trial_config.dataset, trial_config, (baseline, other)))
     return trials
+
+
+def fit_micro_batch(config: TrainConfig, phase: str, ranks: int) -> TrainConfig:
+    """Halve the micro-batch until both runs fit into the GPU. The tokens per step remain the same.
+
+    The ledger measures an eager step, which needs about twice the memory of a compiled one.
+    """
+    if resolve_device(config) == "cpu":
+        return config
+    gpu = detect_hardware(config.device)
+    baseline = load_config_class("baseline")
+    while True:
+        same = baseline(**{name: getattr(config, name) for name in field_names(baseline)})
+        peaks = [predict_run(each, name, ranks, gpu).peak_bytes for name, each in (("baseline", same), (phase, config))]
+        if max(peaks) <= read_usable_bytes(gpu) or config.batch_size % 2:
+            return config
+        steps = 2 * config.gradient_accumulation_steps
+        config = dataclasses.replace(config, batch_size=config.batch_size // 2, gradient_accumulation_steps=steps)
+        print(f"a step needs {max(peaks) / GIB:.1f} GiB, so --batch_size is now {config.batch_size}", flush=True)
 
 
 def uses_interpreter(config: TrainConfig) -> bool:

@@ -19,6 +19,7 @@ stops the job on all nodes.
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -56,8 +57,9 @@ from operate.launch import config_to_env, copy_output, list_rank_processes, load
 from operate.node_monitor import NodeMonitor, connect_to_job_store
 from operate.restart import ELASTIC_VARIABLE, STOP_KEY, UNFINISHED, count_usable_ranks, has_finished
 from operate.run_description import describe_inputs
+from operate.run_files import read_heartbeats
 from operate.store import is_served
-from operate.watchdog import send_signal
+from operate.watchdog import StallDetector, send_signal
 
 LAST_CALL_SECONDS = 3  # how long a rendezvous waits for more nodes, once it has enough
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 1, 5  # a node that is silent for the product of both counts as lost
@@ -206,10 +208,11 @@ def wait_for_rank(pid: int) -> int:
 
 
 def report_killed_rank(monitor: NodeMonitor, out_dir: str) -> None:
-    """Wait until the first rank of this round ends. If a signal killed it, print and log the signal.
+    """Wait until the first rank of this round ends. If a signal killed it, report the signal, and end the other ranks.
 
     torch's agent restarts the ranks without printing the reason. A rank that exits by itself prints its own reason.
-    `monitor.nodes` is 0 if this node ends its ranks itself.
+    Ranks that wait for a GPU cannot handle the agent's SIGTERM, on other nodes too, and it waits 30 s before it kills
+    them. `monitor.nodes` is 0 if this node ends its ranks itself.
     """
     while True:
         try:
@@ -221,6 +224,9 @@ def report_killed_rank(monitor: NodeMonitor, out_dir: str) -> None:
         text = f"a rank of this node was killed by {signal.Signals(result.si_status).name}: the ranks restart"
         print(text, flush=True)
         append_to_log(out_dir, socket.gethostname(), text)
+        for rank, heartbeat in read_heartbeats(Path(out_dir)).items():
+            if (heartbeat["host"], heartbeat["pid"]) == (socket.gethostname(), result.si_pid):
+                StallDetector(Path(out_dir), 0, math.inf, token=heartbeat["run"]).report_lost_rank(rank)
 
 
 def register_rendezvous(monitor: NodeMonitor, out_dir: str, is_finished: Callable[[], bool]) -> None:

@@ -59,6 +59,9 @@ def describe_machine(place: Place) -> dict[str, Any]:
     """
     if not place.is_dry and not torch.cuda.is_available():
         raise Skipped("torch finds no GPU: use --dry_run for small versions of everything on a CPU")
+    if not place.is_dry and torch.cuda.get_device_capability()[0] < 8:
+        name = torch.cuda.get_device_name()
+        raise Skipped(f"{name} does not compute in bfloat16, which all tasks measure: use an A100 or a newer GPU")
     origin = describe_origin(place.device)
     identity = [origin["hardware"], origin["versions"], hash_sources("*.py")]
     return {"origin": origin, "identity": identity, "is_dry": place.is_dry, "summary": origin["hardware"]}

@@ -19,6 +19,7 @@ from bench.plan.planner import (
     Job,
     estimate_loss_workspace,
     estimate_step,
+    estimate_usable_bytes,
     find_peak,
     select_auto_kernels,
     summarize_trace,
@@ -107,6 +108,11 @@ def find_gpu(device: str) -> Gpu | None:
     gib = torch.cuda.get_device_properties(0).total_memory / GIB
     matches = (gpu for name, gpu in GPUS.items() if name.split("-")[0] in device_name and abs(gpu.gib - gib) < 8)
     return next(matches, None)
+
+
+def read_usable_bytes(gpu: Gpu) -> float:
+    """Return the memory that a run can use on this machine's GPU, which may be one that the planner does not know."""
+    return estimate_usable_bytes(replace(gpu, gib=torch.cuda.get_device_properties(0).total_memory / GIB))
 
 
 def detect_hardware(device: str) -> Gpu:

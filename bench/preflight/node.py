@@ -6,15 +6,13 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from bench.checks import Check
-from bench.plan.planner import estimate_usable_bytes
-from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run
-from bench.plan.speed import GIB, GPUS
+from bench.plan.run import detect_hardware, estimate_checkpoint_bytes, find_gpu, predict_run, read_usable_bytes
+from bench.plan.speed import GPUS
 from measure.memory_limits import format_bytes, host_limits
 from nanoGPT.train_config import TrainConfig
 
@@ -120,8 +118,7 @@ def check_plan(config: TrainConfig, phase: str, ranks: int, local_ranks: int) ->
     finding = f"{format_bytes(predicted.peak_bytes)} per rank, {rate:,.0f} tokens per second, "
     finding += f"{hours:.2g} hours for {config.max_iters} steps"
     if gpu in GPUS.values():
-        gib = torch.cuda.get_device_properties(0).total_memory / GIB  # the planner may not know this GPU
-        space: float | None = estimate_usable_bytes(replace(gpu, gib=gib))
+        space: float | None = read_usable_bytes(gpu)
         needed = predicted.peak_bytes
         finding += "" if find_gpu(config.device) else " (speed of a T4: the planner does not know this GPU)"
     else:

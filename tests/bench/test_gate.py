@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gate import Trial, build_trials, check_trial, main
-from bench.plan.run import RunPrediction
+from bench.gate import Trial, build_trials, check_trial, fit_micro_batch, main
+from bench.plan.run import RunPrediction, predict_run
 from bench.plan.speed import GPUS
 from bench.suite.execution import Run
 from nanoGPT.errors import ConfigError
@@ -103,6 +103,20 @@ def test_both_runs_get_the_flags_that_they_have(tmp_path, monkeypatch):
     assert {*baseline.words} < {*phase.words}
     same = build_trials("phase3", 2, ["--device=cpu", "--dataset=synthetic"], Path("out"))
     assert len({run.directory for trial in same for run in trial.runs}) == 4
+
+
+def test_the_micro_batch_is_halved_until_both_runs_fit(monkeypatch):
+    """On a GPU that is too small for the eager step of the ledger, a step has more and smaller micro-batches."""
+    gpu = GPUS["a100-40"]
+    config = tiny("phase3_fsdp", Path("out"), batch_size=12, gradient_accumulation_steps=2)
+    baseline = tiny("nanoGPT", Path("out"), batch_size=6, gradient_accumulation_steps=4)
+    monkeypatch.setattr("bench.gate.resolve_device", lambda config: "cuda")
+    monkeypatch.setattr("bench.gate.detect_hardware", lambda device: gpu)
+    space = predict_run(baseline, "baseline", 2, gpu).peak_bytes
+    for usable, expected in ((space, (6, 4)), (space - 1, (3, 8)), (0, (3, 8))):
+        monkeypatch.setattr("bench.gate.read_usable_bytes", lambda gpu, usable=usable: usable)
+        found = fit_micro_batch(config, "phase3", 2)
+        assert (found.batch_size, found.gradient_accumulation_steps) == expected
 
 
 @pytest.mark.parametrize(

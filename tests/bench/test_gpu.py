@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.gpu.__main__ import Task, check_machine, list_tasks, main, run_tasks
-from bench.gpu.tasks import Place
+from bench.gpu.tasks import Place, Skipped, describe_machine
 from nanoGPT.errors import ConfigError
 
 
@@ -42,6 +42,14 @@ def test_what_fails_hangs_or_does_not_fit_is_reported(place, capsys):
     for is_retried in (False, True):
         assert run_tasks(tasks[:1], place, 60, is_retried) == 1
         assert ("crash: why" in capsys.readouterr().out) == is_retried
+
+
+def test_a_gpu_without_bfloat16_is_refused(tmp_path, monkeypatch):
+    """A T4 is refused before any task starts."""
+    for name, value in (("is_available", True), ("get_device_capability", (7, 5)), ("get_device_name", "Tesla T4")):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
+    with pytest.raises(Skipped, match="Tesla T4 does not compute in bfloat16"):
+        describe_machine(Place(tmp_path, is_dry=False))
 
 
 def test_results_of_another_machine_are_refused(place):

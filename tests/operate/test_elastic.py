@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,18 @@ def test_nodes_join_die_and_leave(tmp_path):
     uninterrupted = train("phase3_fsdp", 2, tiny("phase3_fsdp", tmp_path / "uninterrupted", **fields))
     assert curve.keys() == uninterrupted.keys()
     assert max(abs(curve[step] - uninterrupted[step]) for step in uninterrupted) < 1e-6
+
+
+def test_ranks_that_cannot_notice_the_death_of_a_rank_restart(tmp_path, monkeypatch):
+    """A rank is killed while the other one waits as for a GPU: the job starts again within seconds."""
+    monkeypatch.setenv("FAULT", "killed")
+    port = find_free_port()
+    start_store(port)
+    node = start_node(port, tmp_path, nodes="1:1", observers="operate,tests.helpers.unreachable_rank")
+    wait_until(lambda: "a rank of this node was killed by SIGKILL" in node.output())
+    begin = time.monotonic()
+    wait_until(lambda: len(list_starts(tmp_path)) == 2)
+    assert time.monotonic() - begin < 25, node.output()  # torch's agent alone waits 30 s
 
 
 def test_an_error_that_would_repeat_stops_all_nodes(tmp_path):
