@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -51,7 +52,10 @@ def checkpoint_activations(model: GPT, mode: str) -> None:
         model: not compiled and not sharded yet.
         mode: a mode of `select_checkpointed_blocks`.
     """
-    for i in select_checkpointed_blocks(mode, len(model.blocks)):
+    blocks = select_checkpointed_blocks(mode, len(model.blocks))
+    if blocks:  # else the compiled attention of a GPU draws masks from a generator of its own, which no seed reaches
+        torch._functorch.config.graphsafe_rng_functionalization = False
+    for i in blocks:
         block = model.blocks[i]
         policy = partial(save_products, saves_attention=not model.config.dropout) if mode == "selective" else None
         block.forward = recompute_in_backward(block.forward, policy)

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import partitioners
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -33,6 +34,17 @@ class ModuleWithReusedBlock(nn.Module):
         for _ in range(self.uses):
             x = checkpoint(self.block, x, use_reentrant=self.reentrant)
         return x
+
+
+def test_compiled_recomputation_draws_from_the_seeded_generator(monkeypatch):
+    """On a GPU, torch.compile would give the dropout of a recomputed attention a generator that no seed reaches."""
+    monkeypatch.setattr(torch._functorch.config, "graphsafe_rng_functionalization", True)  # the default
+    monkeypatch.setattr(partitioners, "supports_graphsafe_rng", lambda device: True)  # as for a GPU
+    monkeypatch.setattr(partitioners, "apply_graphsafe_rng_functionalization", lambda *_: pytest.fail("own generator"))
+    model = GPT(GPTConfig(1, 2, 16, 8, vocab_size=31, dropout=0.5))
+    checkpoint_activations(model, "full")
+    x = torch.zeros(2, 8, dtype=torch.int64)
+    torch.compile(model, backend="aot_eager_decomp_partition")(x, x).backward()
 
 
 def compute_gradients(uses: int, reentrant: bool, how: str) -> tuple[str, list[Tensor]]:

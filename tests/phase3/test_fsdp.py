@@ -215,9 +215,9 @@ def test_wrong_options_are_one_sentence(options, words):
 
 
 @pytest.mark.slow
-def test_compiled_recomputation_draws_the_same_dropout(tmp_path):
+def test_compiled_recomputation_draws_the_same_dropout(tmp_path, device):
     """With compilation and dropout, recomputed blocks give the losses of blocks that are not recomputed."""
-    small = {"compile": True, "max_iters": 2, "n_layer": 1}
+    small = {"compile": True, "max_iters": 2, "n_layer": 1, "device": device}
     plain, recomputed = (
         train("phase3_fsdp", 1, tiny("phase3_fsdp", tmp_path / mode, **small, fsdp_activation_checkpointing=mode))
         for mode in ("none", "full")
