@@ -89,18 +89,19 @@ def build_trials(phase: str, ranks: int, words: list[str], out_dir: Path) -> lis
     if phase == "baseline":
         raise ConfigError("PHASE=baseline cannot be compared with itself: use phase1, phase2 or phase3")
     config = parse(load_config_class(phase), words, ROOT / PHASES[phase] / "train.py", ranks)
+    fixed: dict[str, Any] = {"log_interval": 10, "ledger": True, "diagnostics_interval": EARLY_STEPS}
+    fixed |= {"lr_decay_iters": None, "init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
+    without_effect = {*fixed, "eval_interval"} | (set() if uses_interpreter(config) else {"max_iters"})
+    if given := [word for word in words if word.partition("=")[0].removeprefix("--") in without_effect]:
+        lengths = f"{SYNTHETIC_STEPS} and {REAL_STEPS} steps"
+        raise ConfigError(f"{given[0]} has no effect: the gate sets it for its runs of {lengths}; leave it out")
     trials = []
     for name, steps in (("synthetic", SYNTHETIC_STEPS), ("dataset", REAL_STEPS)):
         if uses_interpreter(config):
             steps = min(steps, config.max_iters)
-        fields: dict[str, Any] = {"dataset": name, "vocab_size": None} if name == "synthetic" else {}
-        fields |= {"max_iters": steps, "eval_interval": steps, "log_interval": 10, "ledger": True}
-        fields |= {
-            "diagnostics_interval": EARLY_STEPS,
-            "warmup_iters": min(config.warmup_iters, steps // 4),
-            "lr_decay_iters": None,
-        }
-        fields |= {"init_from": "scratch", "keep_checkpoints": 3, "eval_only": False}
+        fields = {**fixed, "max_iters": steps, "eval_interval": steps}
+        fields |= {"warmup_iters": min(config.warmup_iters, steps // 4)}
+        fields |= {"dataset": name, "vocab_size": None} if name == "synthetic" else {}
         trial_config = dataclasses.replace(config, **fields)
         check_run(trial_config, ranks, ranks)
         trial_config = fit_micro_batch(trial_config, phase, ranks)

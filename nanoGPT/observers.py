@@ -203,13 +203,13 @@ def find_modules(names: str) -> list[ModuleType]:
             module = importlib.import_module(name)
             if not hasattr(module, "Observer"):
                 module = importlib.import_module(f"{name}.observer")
-            is_observer, reason = hasattr(module, "Observer"), "it has none"
+            is_observer, reason = issubclass(getattr(module, "Observer", object), Observer), "it has none"
         except ImportError as error:
             is_observer, reason = False, str(error)
         if not is_observer:
             raise ConfigError(
-                f"--observers={names}: {name} is not a module with a class Observer ({reason}): correct the name, or "
-                "add its directory to PYTHONPATH"
+                f"--observers={names}: {name} is not a module with a class Observer(observers.Observer) ({reason}): "
+                "correct the name or the class, or add its directory to PYTHONPATH"
             )
         if module in modules:
             raise ConfigError(f"--observers={names} names {module.__name__} twice: remove one of them")

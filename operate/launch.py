@@ -132,7 +132,8 @@ def forward_signals(received_signals: list[int]) -> None:
 
     If there are no ranks yet, exit at once.
 
-    The first SIGINT is forwarded as SIGTERM, so that a rank that is still importing torch exits without a traceback.
+    The first SIGINT is forwarded as SIGTERM, so that a rank that is still importing torch exits without a traceback. A
+    line says so, because the ranks report SIGTERM.
 
     Args:
         received_signals: the number of every signal that arrives is appended to this list.
@@ -148,8 +149,10 @@ def forward_signals(received_signals: list[int]) -> None:
                 return
             raise SystemExit(128 + number)
         has_forwarded.append(True)
-        forwarded_number = signal.SIGTERM if received_signals == [signal.SIGINT] else number
-        send_signal(pids, forwarded_number)
+        is_first_interrupt = received_signals == [signal.SIGINT]
+        send_signal(pids, signal.SIGTERM if is_first_interrupt else number)
+        if is_first_interrupt:
+            os.write(2, b"\nCtrl-C: the ranks receive SIGTERM and stop\n")
 
     handle_stop_signals(forward)
     signal.signal(signal.SIGQUIT, forward)

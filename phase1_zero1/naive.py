@@ -11,7 +11,7 @@ avoids (`make diff FROM=phase1_zero1/naive.py TO=phase1_zero1/zero1.py` compares
 
 This file is also a program, without the services of `train.py`. It trains the repository's GPT on Shakespeare:
 
-    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase1_zero1/naive.py
+    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 -m phase1_zero1.naive
 """
 
 import os

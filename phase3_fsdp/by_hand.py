@@ -1,6 +1,6 @@
 """FSDP written by hand for an nn.Module whose forward returns the loss: `Unit` and `HandmadeFSDP`, about 130 lines.
 
-    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/by_hand.py
+    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 -m phase3_fsdp.by_hand
 
 The model is divided into units: the blocks, and the *root* with all other parameters. Every rank stores some rows of
 each parameter, the *shard*, with its gradient and its optimizer state. The full parameters of a unit exist only while

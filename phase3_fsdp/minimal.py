@@ -1,7 +1,7 @@
 """FSDP in about 180 lines of torch, for any nn.Module whose forward returns the loss.
 
-    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py
-    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 phase3_fsdp/minimal.py --save_to=out/minimal
+    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 -m phase3_fsdp.minimal
+    OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc_per_node=2 -m phase3_fsdp.minimal --save_to=out/minimal
 
 The functions above `main` need only torch: copy them into your project. `main` uses them to train this repository's GPT
 on Shakespeare. It prints the losses of `make baseline DEVICE=cpu ARGS="--decay_lr=False --log_interval=1"`.

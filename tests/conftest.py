@@ -146,6 +146,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     name = request.config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("--device=cuda needs a GPU, and this machine has none")
+    if name == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("--device=cuda needs a GPU with bfloat16: an A100 or a newer one")
     yield name
     if name == "cuda":
         torch.cuda.empty_cache()  # the tests of other workers need the memory, too

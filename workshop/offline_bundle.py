@@ -69,12 +69,14 @@ def download_wheels(requirements: list[str], folder: Path) -> list[Path]:
 
 
 def list_data_files() -> Iterator[Path]:
-    """Yield the files of the small prepared datasets, and the vocabulary of GPT-2.
+    """Yield the files of the small prepared datasets of this repository, and the vocabulary of GPT-2.
+
+    Datasets from a user's own text stay on this machine.
 
     Raises:
         ConfigError: no dataset is prepared.
     """
-    metas = sorted(DATA.glob("*/meta.json"))
+    metas = [meta for meta in sorted(DATA.glob("*/meta.json")) if (meta.parent / "prepare.py").exists()]
     if not metas:
         raise ConfigError("no dataset is prepared: run `make data`")
     for meta in metas:

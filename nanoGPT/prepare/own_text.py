@@ -109,7 +109,7 @@ class OwnText:
             except OSError as error:
                 raise ConfigError(f"{file} cannot be read ({error}): correct it, or remove it") from None
             except UnicodeDecodeError as error:
-                advice = f"`grep -naxv '.*' {quote(str(file))}` shows the invalid lines"
+                advice = f"`LC_ALL=C.UTF-8 grep -naxv '.*' {quote(str(file))}` shows the invalid lines"
                 raise ConfigError(f"{file} is not UTF-8 ({error.reason}): correct or convert it; {advice}") from None
 
     def _read_text(self, file: Path) -> Iterator[Piece]:

@@ -122,6 +122,7 @@ def test_the_micro_batch_is_halved_until_both_runs_fit(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["phase3_fsdp/train.py", "--device=cpu", "--max_iters=6"], "--max_iters=6 has no effect: the gate sets it"),
         (["nanoGPT/train.py"], "PHASE=baseline cannot be compared with itself: use phase1, phase2 or phase3"),
     ],
 )

@@ -322,10 +322,10 @@ def test_the_programs_print_the_losses_of_the_baseline(tmp_path):
     torchrun = partial(Program, "torch.distributed.run", "--standalone", "--nproc_per_node=2", OMP_NUM_THREADS="1")
     outputs = []
     for words in (
-        ["phase3_fsdp/minimal.py", "--max_iters=2", f"--save_to={tmp_path / 'saved'}"],
-        ["phase3_fsdp/minimal.py", "--max_iters=3", f"--resume_from={tmp_path / 'saved'}"],
-        ["phase1_zero1/naive.py", "--max_iters=3"],
-        ["phase3_fsdp/by_hand.py", "--max_iters=3"],
+        ["-m", "phase3_fsdp.minimal", "--max_iters=2", f"--save_to={tmp_path / 'saved'}"],
+        ["-m", "phase3_fsdp.minimal", "--max_iters=3", f"--resume_from={tmp_path / 'saved'}"],
+        ["-m", "phase1_zero1.naive", "--max_iters=3"],
+        ["-m", "phase3_fsdp.by_hand", "--max_iters=3"],
     ):
         program = torchrun(*words, "--micro_batches=4")
         program.wait()

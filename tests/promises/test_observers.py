@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -94,12 +95,14 @@ def test_an_observer_may_leave_the_model_in_evaluation_mode(tmp_path, monkeypatc
         (["--observers=my_evaluation", "--second_interval=0"], "--second_interval=0 is out of range"),
         (["--observers=my_metrics", "--second_interval=5"], "unknown flag --second_interval"),
         (["--observers=my_metric"], "my_metric is not a module with a class Observer"),
+        (["--observers=my_class"], "my_class is not a module with a class Observer"),
         (["--observers=measure,my_ledger"], "my_ledger has a flag --ledger, which exists already"),
     ],
 )
 def test_flags_of_an_observer_are_checked(flags, problem, modules):
-    """An invalid value, a flag of a module that does not observe the run, an unknown module, and two
-    flags with the same name are one error."""
+    """An invalid value, a flag of a module that does not observe the run, an unknown module, a class that does not
+    extend Observer, and two flags with the same name are one error."""
+    (modules / "my_class.py").write_text("class Observer:\n    pass\n")
     (modules / "my_ledger.py").write_text((ROOT / "measure" / "observer.py").read_text())
     with pytest.raises(ConfigError, match=problem):
         validate(parse(TrainConfig, flags, ROOT / "nanoGPT" / "train.py"), 1)
@@ -144,9 +147,7 @@ def test_a_run_without_observers_has_the_same_losses(tmp_path):
 class Recorder(Observer):
     """Records the calls of its methods."""
 
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__(None)
-        self.calls = calls
+    calls: ClassVar[list[str]] = []
 
     def build(self, *args: object) -> None:
         self.calls.append("build")
@@ -172,10 +173,9 @@ def record_calls(out: str) -> list[str]:
     import nanoGPT.train
     from operate import observer
 
-    calls: list[str] = []
-    observer.Observer = lambda config: Recorder(calls)  # type: ignore[misc, assignment]
+    observer.Observer = Recorder  # type: ignore[misc, assignment]
     nanoGPT.train.train(tiny("nanoGPT", Path(out), max_iters=2, eval_interval=1, observers="operate.observer"))
-    return calls
+    return Recorder.calls
 
 
 def test_all_ranks_see_the_same_moments(tmp_path):

@@ -58,6 +58,10 @@ def test_a_copied_phase_trains_alone(name, tmp_path):
     assert losses(tmp_path / "alone") == train(phase, ranks, tiny(phase, tmp_path / "here", **fields))
     lines = (copy / "elsewhere.txt").read_text().splitlines()
     assert len(lines) >= ranks and all(line.endswith("elsewhere: []") for line in lines), lines
+    if name == "phase3":
+        words = [*TORCHRUN, "--nproc_per_node=2", "-m", "phase3_fsdp.minimal", "--max_iters=1"]
+        program = Program(*words, cwd=copy, new_interpreters=True, **environment)
+        assert program.wait() == 0 and "step 0  loss 4.34" in program.output(), program.output()
     assert json.loads((tmp_path / "alone" / "env.json").read_text())["config"]["out_dir"] == str(tmp_path / "alone")
 
 
@@ -85,6 +89,8 @@ def test_a_copy_is_complete(tmp_path):
     for path in fsdp.rglob("*.py"):
         text = path.read_text()
         assert not target.search(text) and "operate/deploy" not in text, path
+        # Only `-m` finds the other packages of the copy.
+        assert not re.search(r"torchrun .* phase\d_\w+/\w+\.py", text), path
         for config in re.findall(r"train\.py (config/\S+\.py)", text):
             assert (fsdp / config).is_file(), (path, config)
     assert tomllib.loads((fsdp / "pyproject.toml").read_text())["project"]["name"] == "my-trainer"  # pip accepts it

@@ -3,7 +3,7 @@
 import tarfile
 
 from tests.helpers.wheels import write_wheel
-from workshop.offline_bundle import download_wheels, list_requirements, write_archive
+from workshop.offline_bundle import download_wheels, list_data_files, list_requirements, write_archive
 from workshop.set_up import describe_platform
 
 
@@ -26,3 +26,14 @@ def test_the_archive_has_the_repository_the_wheels_and_the_data(tmp_path, monkey
     assert {f"nanoGPT/data/shakespeare_char/{name}" for name in ("meta.json", "train.bin", "val.bin")} <= names
     assert {f"offline-bundle/wheels/{path.name}" for path in wheels} <= names
     assert all(value in platform for value in describe_platform().values())
+
+
+def test_the_archive_has_no_data_of_the_user(tmp_path, monkeypatch):
+    """A dataset from the user's own text stays on this machine."""
+    for name in ("shakespeare", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.json").touch()
+    (tmp_path / "shakespeare" / "prepare.py").touch()
+    monkeypatch.setattr("workshop.offline_bundle.DATA", tmp_path)
+    monkeypatch.setattr("workshop.offline_bundle.DOWNLOADS", tmp_path)
+    assert list(list_data_files()) == [tmp_path / "shakespeare" / "meta.json"]
