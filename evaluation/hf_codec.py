@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
+from evaluation.prompts import TextCodec
 from nanoGPT.errors import ConfigError
 
 
-class HfCodec:
+class HfCodec(TextCodec):
     """The tokenizer of a Hugging Face model."""
 
     def __init__(self, folder: Path, config: Any) -> None:
@@ -39,17 +40,13 @@ class HfCodec:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_chat(self, message: str) -> list[int]:
-        """Return the ids of a user's message in the chat template, up to where the model answers."""
         if not self.tokenizer.chat_template:
-            raise ConfigError(
-                "--prompt=chat needs a tokenizer with a chat template, which this model lacks: use --prompt=plain"
-            )
+            return super().encode_chat(message)
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
         )
         return self.encode(text)
 
     def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Return the ids of special tokens; the dictionary lacks those that the tokenizer lacks."""
         vocabulary = self.tokenizer.get_vocab()
         return {name: vocabulary[name] for name in names if name in vocabulary}

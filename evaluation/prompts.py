@@ -9,7 +9,7 @@ A Harmony message is `<|channel|>NAME<|message|>TEXT`, and ends with `<|end|>`, 
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from evaluation.arc import COLORS
 from evaluation.problems import ArcProblem, Problem
@@ -26,8 +26,8 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
 HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
-class TextCodec(Protocol):
-    """A model's tokenizer, as problems need it.
+class TextCodec:
+    """A model's tokenizer, as problems need it. Here it has no chat template and no special tokens.
 
     Attributes:
         ids: number of token ids; larger ids of the model are padding, which is never sampled.
@@ -39,25 +39,32 @@ class TextCodec(Protocol):
     ends: frozenset[int]
     prefix: list[int]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: list[int]) -> str:
+        raise NotImplementedError
 
     def encode_chat(self, message: str) -> list[int]:
-        """Return the ids of a user's message in the chat template, up to where the model answers."""
-        ...
+        """Return the ids of a user's message in the chat template, up to where the model answers.
+
+        Raises:
+            ConfigError: there is no chat template.
+        """
+        raise ConfigError(
+            "--prompt=chat needs a tokenizer with a chat template, which this model lacks: use --prompt=plain"
+        )
 
     def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
         """Return the ids of special tokens; the dictionary lacks those that the tokenizer lacks."""
-        ...
+        return {}
 
 
-class OwnCodec:
-    """The tokenizer of one of this project's datasets. It has no chat template and no tokens of Harmony."""
+class OwnCodec(TextCodec):
+    """The tokenizer of one of this project's datasets."""
 
     def __init__(self, tokenizer: Tokenizer, ids: int) -> None:
-        self.tokenizer, self.ids = tokenizer, ids
-        self.prefix: list[int] = []
+        self.tokenizer, self.ids, self.prefix = tokenizer, ids, []
         self.ends = frozenset([] if tokenizer.end_of_text is None else [tokenizer.end_of_text])
 
     def encode(self, text: str) -> list[int]:
@@ -65,14 +72,6 @@ class OwnCodec:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
-
-    def encode_chat(self, message: str) -> list[int]:
-        raise ConfigError(
-            "--prompt=chat needs a tokenizer with a chat template, which this model lacks: use --prompt=plain"
-        )
-
-    def find_special(self, names: tuple[str, ...]) -> dict[str, int]:
-        return {}
 
 
 def choose_symbols(codec: TextCodec) -> str:

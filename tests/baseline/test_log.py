@@ -10,10 +10,9 @@ from nanoGPT.distributed.runtime import Runtime
 from nanoGPT.job import log as log_module
 from nanoGPT.job.log import Log, count_tokens
 from nanoGPT.model import GPTConfig
-from nanoGPT.observers import Observer
 from operate.run_files import read_json_lines
-from tests.helpers.training import call_train, read_metric, tiny, train
-from workshop.ranks import RankFailed, run_on_ranks
+from tests.helpers.training import read_metric, tiny, train
+from workshop.ranks import run_on_ranks
 
 ONE_RANK = (0, 0, 1, 1, torch.device("cpu"), torch.float32)
 METRICS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_ms", "mfu", "peak_memory_bytes"]
@@ -96,28 +95,6 @@ def test_rates_are_averaged_over_the_steps_since_the_last_line(tmp_path):
     assert line["step_ms"] == 3000 and line["tokens_per_second"] == pytest.approx(256 / 3)
     assert line["grad_norm"] is None
     assert "no update, because float16 gradients overflow" in log_module.format_line(line)
-
-
-class Crash(Observer):
-    """Fails in the first step."""
-
-    def begin_step(self, step: int) -> None:
-        raise ValueError("planted")
-
-
-def crash(out: str) -> None:
-    from operate import observer
-
-    observer.Observer.begin_step = Crash.begin_step  # type: ignore[method-assign]
-    call_train("nanoGPT", tiny("nanoGPT", Path(out), n_layer=1, eval_iters=1))
-
-
-def test_a_crash_writes_its_stack_trace(tmp_path):
-    """An exception inside the training loop is written into the rank's stacks file, and ends the log."""
-    with pytest.raises(RankFailed, match="planted"):
-        run_on_ranks(crash, 1, str(tmp_path), show=False)
-    assert "ValueError: planted" in (tmp_path / "stacks" / "rank0.txt").read_text()
-    assert "failed in step 0" in (tmp_path / "log.txt").read_text().splitlines()[-1]
 
 
 def test_tracking_writes_tensorboard_events(tmp_path):
