@@ -160,7 +160,10 @@ def assert_ended_early(code: int, output: str, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "SIGXCPU"), (1, "SIGINT"), (2, "SIGUSR1"), (2, "SIGINT")])
 def test_a_signal_while_ranks_start_ends_the_job(ranks, name, tmp_path):
-    """A signal or Ctrl-C right after the launcher has started a rank ends the job and leaves no rank."""
+    """A signal or Ctrl-C right after the launcher has started a rank ends the job and leaves no rank.
+
+    Ctrl-C is acknowledged at once.
+    """
     process = launch(tmp_path, ranks, phase="nanoGPT", new_interpreters=True)
     number = signal.Signals[name]
     wait_until(lambda: list_children(process.pid))
@@ -168,6 +171,7 @@ def test_a_signal_while_ranks_start_ends_the_job(ranks, name, tmp_path):
     process.send_signal(number)
     output, _ = process.communicate()
     assert_ended_early(process.returncode, output, number)
+    assert ("Ctrl-C: the ranks receive SIGTERM and stop" in output) == (name == "SIGINT")
     assert all(is_gone(pid) for pid in pids)
 
 
