@@ -250,29 +250,50 @@ def copy_output(config: LaunchConfig, logs: str) -> LaunchConfig:
     return dataclasses.replace(config, logs_specs=specs, log_line_prefix_template="[rank${rank}] ")
 
 
-def run_job(place: NodeConfig, command: list[str], config: TrainConfig) -> int:
+def run_job(rendezvous: Rendezvous, command: list[str], config: TrainConfig) -> int:
     """Start the ranks of this node and the watchdog, wait for the ranks, and return the exit code of the job."""
-    watch = start_watchdog(config, place)
-    if place.world_size == 1:
+    watch = start_watchdog(config, rendezvous.node)
+    if rendezvous.node.world_size == 1:
         return run_one_rank(command, config, watch)
     with tempfile.TemporaryDirectory(prefix="nanogpt-", ignore_cleanup_errors=True) as logs:
-        return run_ranks(place, command, config, watch, logs)
+        return run_ranks(rendezvous, command, config, watch, logs)
 
 
-def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
+def end_with_other_nodes(rendezvous: Rendezvous, watch: StallDetector, failures: list[str]) -> None:
+    """Wait for the first heartbeat of this node. If another node fails before it, kill the ranks of this node.
+
+    Until the first heartbeat, the ranks wait for each other in the rendezvous of gloo or NCCL, where no watchdog can
+    help, and NCCL has no limit.
+
+    Args:
+        failures: why the other node has failed is appended to this list.
+    """
+    while not watch.token:
+        if reason := rendezvous.read_failure():
+            failures.append(reason)
+            send_signal(list_rank_processes(), signal.SIGKILL)
+            return
+        time.sleep(1)
+
+
+def run_ranks(rendezvous: Rendezvous, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
     """Start the ranks of this node, wait for them, and return the exit code of the job.
 
     Args:
-        place: the ranks of this node.
+        rendezvous: of the launchers of all nodes.
         command: the trainer and its arguments.
         config: the configuration, which the ranks get through their environment.
         watch: the watchdog.
         logs: a temporary directory for the logs of the elastic agent.
     """
+    place = rendezvous.node
     defaults = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": MALLOC_TUNABLES}
     os.environ |= {**defaults, **os.environ, "NANOGPT_LAUNCHER": str(os.getpid()), **config_to_env(config)}
     received_signals: list[int] = []
     forward_signals(received_signals)
+    failures: list[str] = []  # of other nodes
+    if place.nnodes > 1:
+        threading.Thread(target=end_with_other_nodes, args=(rendezvous, watch, failures), daemon=True).start()
     try:
         folder = logs if config.eval_only else f"{config.out_dir}/logs"  # the logs of the training stay
         elastic_launch(copy_output(configure_agent(place, logs), folder), sys.executable)(*command)
@@ -281,13 +302,18 @@ def run_ranks(place: NodeConfig, command: list[str], config: TrainConfig, watch:
         watch.read_heartbeats()
         if (verdict := watch.verdict()) and verdict[0] == STALLED:
             return report_exit(config, *verdict)
+        if failures:
+            return report_exit(config, 1, failures[0])
         rank, failure = find_root_cause(error.failures, place.world_size)
         if not blames_peer(failure.message):
             watch.report_lost_rank(rank)  # the launchers of other nodes cannot know it
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)
         if blames_peer(failure.message):
             reason = f"lost a rank, which failed on another node or exited without an error ({reason})"
-        return report_exit(config, code, f"rank {rank}: {reason}")
+        code = report_exit(config, code, f"rank {rank}: {reason}")
+        if not watch.token:
+            rendezvous.report_failure(f"rank {rank}: {reason}")
+        return code
 
 
 def report_exit(config: TrainConfig, code: int, reason: str) -> int:
@@ -327,7 +353,7 @@ def main(arguments: list[str]) -> int:
         config = read_checked_config(trainer, trainer_arguments, rendezvous)
         config = dataclasses.replace(config, out_dir=create_out_dir(config, place))
         check_out_dir(Path(config.out_dir), resume=config.init_from == "resume")
-    code = run_job(place, [str(trainer), *trainer_arguments], config)
+    code = run_job(rendezvous, [str(trainer), *trainer_arguments], config)
     if code == 0 and place.node_rank == 0 and has_finished(config):
         show_sample(config)
     return code

@@ -25,6 +25,7 @@ from operate.store import connect, is_served, port_number
 
 ERROR_SECONDS = 20.0  # how long a node that cannot start waits for the other nodes, to share its error
 STARTED = "started"  # a key in the store: all nodes have connected, and the ranks start
+FAILED = "failed"  # a key in the store: why a rank has failed before the ranks have met
 REMINDER_SECONDS = 30.0  # time between two lines that list the missing nodes
 
 
@@ -183,6 +184,24 @@ class Rendezvous:
                     raise ConfigError(f"node {node} cannot start: {message}")
             if self.store and self.node.node_rank == 0:
                 self.store.set(STARTED, "")
+
+    def report_failure(self, reason: str) -> None:
+        """Report to the other nodes that a rank of this node has failed before the ranks have met."""
+        if self.store:
+            with contextlib.suppress(dist.DistError):
+                self.store.set(FAILED, json.dumps(f"node {self.node.node_rank} has failed: {reason}"))
+                self._acknowledge_error()
+
+    def read_failure(self) -> str | None:
+        """Return why a rank of another node has failed before the ranks have met; None if none has."""
+        assert self.store is not None
+        try:
+            if not self.store.check([FAILED]):
+                return None
+            self.publish("acknowledgement", None)
+            return str(json.loads(self.store.get(FAILED)))
+        except dist.DistError:
+            return "node 0 has exited: read its output"
 
     def _publish_error(self, message: str) -> None:
         """Publish why this node cannot start, to all nodes that connect within ERROR_SECONDS."""

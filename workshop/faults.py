@@ -33,7 +33,7 @@ from nanoGPT.model import Block
 from nanoGPT.optim import grad_norm
 from nanoGPT.train_config import TrainConfig
 from operate.launch import run_job
-from operate.nodes import NodeConfig
+from operate.nodes import NodeConfig, Rendezvous
 from workshop.imports import ROOT
 
 FAULT_STEP = 4  # the step in which a fault begins
@@ -217,7 +217,7 @@ FAULTS = {
 
 def start_ranks(name: str, ranks: int, config: TrainConfig) -> int:
     """Start the ranks of a faulty run with the launcher's functions, and return the exit code."""
-    return run_job(NodeConfig(gpus=ranks), ["-m", "workshop.faults", f"--as_rank_of={name}"], config)
+    return run_job(Rendezvous(NodeConfig(gpus=ranks)), ["-m", "workshop.faults", f"--as_rank_of={name}"], config)
 
 
 def run_rank(name: str) -> None:

@@ -47,14 +47,14 @@ def check_node(config: TrainConfig, place: NodeConfig, phase: str, params: int) 
     yield node.check_plan(config, phase, place.world_size, place.gpus)
 
 
-def check_ranks(config: TrainConfig, place: NodeConfig, phase: str, params: int) -> list[Check]:
+def check_ranks(config: TrainConfig, rendezvous: Rendezvous, phase: str, params: int) -> list[Check]:
     """Start all ranks and return their checks; on nodes other than node 0, an empty list."""
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = Path(folder) / "checks.json"
         size = str(estimate_checkpoint_bytes(params, config))
         command = ["-m", "bench.preflight.ranks", phase, str(results), size, config.out_dir]
         config = dataclasses.replace(config, out_dir=folder)  # the launcher's log does not belong to a run
-        if code := run_job(place, command, config):
+        if code := run_job(rendezvous, command, config):
             return [Check("ranks", "fail", f"exit code {code}", "read the error message above")]
         return [Check(**values) for values in json.loads(results.read_text())] if results.exists() else []
 
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
             check_out_dir(Path(config.out_dir), resumes)
     shape = make_shape({**vars(config), "vocab_size": vocabulary_size(config)})
     checks = report(check_node(config, place, phase, shape.count_params()), SUBJECT_WIDTH)
-    checks += report(check_ranks(config, place, phase, shape.count_params()), SUBJECT_WIDTH)
+    checks += report(check_ranks(config, rendezvous, phase, shape.count_params()), SUBJECT_WIDTH)
     print(f"\n{phase} on {place.world_size} rank(s): {summarize(checks)}")
     if has_failed(checks):
         raise ConfigError("a check failed: follow the remedies above before you start the run")

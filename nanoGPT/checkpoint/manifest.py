@@ -27,6 +27,7 @@ from nanoGPT.train_config import StepChoice
 Manifest = dict[str, Any]
 STEP = re.compile("step-[0-9]{8,}")  # the name of a checkpoint's directory
 PART_BYTES = 16 << 20  # a file is written and hashed in parts of this size
+SYNC_BYTES = 1 << 30  # written between two fsyncs: a single fsync to slow network storage would count as a hang
 INDEX = ".metadata"  # of the shards, if the payload is sharded (`nanoGPT.checkpoint.shards`)
 NO_LOSS = 1e9  # the best validation loss before an evaluation, as in nanoGPT: JSON has no infinity
 
@@ -210,13 +211,15 @@ class HashedFile(io.BufferedWriter):
 
     def __init__(self, path: Path, report_progress: Callable[[], None]) -> None:
         super().__init__(io.FileIO(path, "xb"))
-        self.digest, self.report_progress, self.size = hashlib.sha256(), report_progress, 0
+        self.digest, self.report_progress, self.size, self.synced_size = hashlib.sha256(), report_progress, 0, 0
         self.hasher = ThreadPoolExecutor(1)  # hashing takes as long as writing, and both release the GIL
 
     def write(self, data: Any) -> int:
         """Append bytes, and return their number. No reference to `data` remains after the call."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PART_BYTES):
+            if self.size - self.synced_size >= SYNC_BYTES:
+                self._sync()
             self.report_progress()
             part = view[start : start + PART_BYTES]
             if len(part) < 2**16:  # torch writes thousands of small parts, for which a thread takes longer
@@ -237,11 +240,15 @@ class HashedFile(io.BufferedWriter):
         """Close the file, after an fsync."""
         try:
             if not self.closed:
-                self.flush()
-                os.fsync(self.fileno())
+                self._sync()
         finally:
             self.hasher.shutdown()
             super().close()
+
+    def _sync(self) -> None:
+        self.flush()
+        os.fsync(self.fileno())
+        self.synced_size = self.size
 
 
 @dataclass

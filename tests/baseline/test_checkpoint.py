@@ -1,6 +1,7 @@
 """The checkpoint directory: saves are atomic, reads are verified, and the newest complete checkpoint is never lost."""
 
 import errno
+import hashlib
 import itertools
 import os
 import random
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nanoGPT import files
+from nanoGPT.checkpoint import manifest
 from nanoGPT.checkpoint.directory import CheckpointDirectory
 from nanoGPT.checkpoint.manifest import DamagedCheckpoint, NewFiles, read_manifest, verify_files
 from nanoGPT.checkpoint.shards import write_shards
@@ -388,6 +390,18 @@ def test_a_checkpoint_deleted_while_it_is_read_is_one_error(tmp_path):
     """If a training run deletes a checkpoint whose tensors another process reads, this process ends with one error."""
     (errors,) = run_on_ranks(read_and_delete, 1, str(tmp_path))
     assert all("was deleted while it was read" in error or "cannot be read" in error for error in errors), errors
+
+
+def test_a_large_file_is_flushed_in_parts(tmp_path, monkeypatch):
+    """A save to slow storage reports progress between fsyncs, of which each flushes a bounded number of bytes."""
+    unflushed = []
+    monkeypatch.setattr(manifest, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(os, "fsync", lambda _: unflushed.clear())
+    with NewFiles(tmp_path, report_progress=lambda: unflushed.append(1)).open("payload") as file:
+        for _ in range(100):
+            file.write(bytes(100))
+            assert len(unflushed) <= 10
+    assert not unflushed and file.digest.hexdigest() == hashlib.sha256(bytes(10_000)).hexdigest()
 
 
 def write_step(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None:

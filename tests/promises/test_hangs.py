@@ -359,6 +359,22 @@ def test_only_children_of_a_launcher_can_be_lost(tmp_path):
     assert detector.token == "new" and not detector.report_killed_rank()
 
 
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_rank_that_cannot_meet_the_others_ends_both_nodes(faulty, tmp_path):
+    """The ranks of one node cannot join the process group: the other node ends, too, and gives the reason."""
+    words = ["phase3_fsdp/train.py", *make_flags(**{**LONG_RUN, "out_dir": tmp_path})]
+    port, begin = find_free_port(), time.monotonic()
+    programs = []
+    for i in range(2):
+        place = ["--nnodes=2", "--master_addr=127.0.0.1", f"--node_rank={i}"]
+        interface = {"GLOO_SOCKET_IFNAME": "missing"} if i == faulty else {}
+        programs.append(Program("operate.launch", *place, *words, MASTER_PORT=port, **interface))
+    lines = [each.communicate()[0].splitlines()[-1] for each in programs]
+    assert time.monotonic() - begin < 60, lines  # the ranks alone wait 30 minutes
+    assert all(each.returncode for each in programs) and "missing" in lines[faulty], lines
+    assert lines[1 - faulty].startswith(f"error: node {faulty} has failed: rank {faulty}: "), lines
+
+
 @pytest.mark.parametrize(
     ("nodes", "fault", "code", "reason"),
     [(1, "fails", 1, "a planted error"), (2, "killed", 137, "it was killed by SIGKILL")],
