@@ -29,6 +29,7 @@ from types import ModuleType
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # let Ctrl-C stop the slow import of torch without a traceback
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -268,12 +269,12 @@ def end_with_other_nodes(rendezvous: Rendezvous, watch: StallDetector, failures:
     Args:
         failures: why the other node has failed is appended to this list.
     """
-    while not watch.token:
-        if reason := rendezvous.read_failure():
-            failures.append(reason)
-            send_signal(list_rank_processes(), signal.SIGKILL)
-            return
-        time.sleep(1)
+    with contextlib.suppress(DistError):  # node 0 has exited: the job has ended
+        while not (watch.token or failures):
+            if reason := rendezvous.read_failure():
+                failures.append(reason)
+                send_signal(list_rank_processes(), signal.SIGKILL)
+            time.sleep(1)
 
 
 def run_ranks(rendezvous: Rendezvous, command: list[str], config: TrainConfig, watch: StallDetector, logs: str) -> int:
@@ -302,9 +303,9 @@ def run_ranks(rendezvous: Rendezvous, command: list[str], config: TrainConfig, w
         watch.read_heartbeats()
         if (verdict := watch.verdict()) and verdict[0] == STALLED:
             return report_exit(config, *verdict)
-        if failures:
-            return report_exit(config, 1, failures[0])
         rank, failure = find_root_cause(error.failures, place.world_size)
+        if failures and failure.exitcode == -signal.SIGKILL:
+            return report_exit(config, 1, failures[0])
         if not blames_peer(failure.message):
             watch.report_lost_rank(rank)  # the launchers of other nodes cannot know it
         code, reason = explain_exit(failure.exitcode, failure.message, received_signals)

@@ -193,15 +193,16 @@ class Rendezvous:
                 self._acknowledge_error()
 
     def read_failure(self) -> str | None:
-        """Return why a rank of another node has failed before the ranks have met; None if none has."""
+        """Return why a rank of another node has failed before the ranks have met; None if none has.
+
+        Raises:
+            DistError: node 0 has exited.
+        """
         assert self.store is not None
-        try:
-            if not self.store.check([FAILED]):
-                return None
-            self.publish("acknowledgement", None)
-            return str(json.loads(self.store.get(FAILED)))
-        except dist.DistError:
-            return "node 0 has exited: read its output"
+        if not self.store.check([FAILED]):
+            return None
+        self.publish("acknowledgement", None)
+        return str(json.loads(self.store.get(FAILED)))
 
     def _publish_error(self, message: str) -> None:
         """Publish why this node cannot start, to all nodes that connect within ERROR_SECONDS."""
