@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -52,6 +53,7 @@ from operate.restart import has_finished
 from operate.watchdog import StallDetector, list_children, send_signal, watch_children
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+KILL_SECONDS = 3.0  # a rank that does not respond to the end of another one is killed later than this
 BARRIER_SECONDS = 30.0  # a launcher that has finished waits this long for those of the other nodes
 MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed after a run
 
@@ -164,15 +166,17 @@ def find_root_cause(failures: dict[int, ProcessFailure], ranks: int) -> tuple[in
 
     It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection.
     The agent sends SIGTERM to all ranks that are left. But if all `ranks` of the job have failed here, and none for a
-    reason of its own, the cause was a SIGTERM to one of them.
+    reason of its own, the cause was a SIGTERM to one of them. A rank that was killed KILL_SECONDS after another one had
+    exited did not respond to its end.
     """
+    first_exit = min((each.timestamp for each in failures.values() if each.exitcode > 0), default=math.inf)
 
     def sort_key(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
         if failure.exitcode == -signal.SIGABRT:  # NCCL's watchdog aborts a rank whose peer does not answer
             return 2, failure.timestamp
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return 0, failure.timestamp
+            return (0 if failure.timestamp < first_exit + KILL_SECONDS else 3), failure.timestamp
         if failure.exitcode == -signal.SIGTERM and len(failures) == ranks:
             return 2, failure.timestamp
         is_consequence = blames_peer(failure.message) or "Signal 15" in failure.message
@@ -271,7 +275,8 @@ def end_with_other_nodes(rendezvous: Rendezvous, watch: StallDetector, failures:
     """
     with contextlib.suppress(DistError):  # node 0 has exited: the job has ended
         while not (watch.token or failures):
-            if reason := rendezvous.read_failure():
+            has_all_ranks = len(list_rank_processes()) >= rendezvous.node.gpus  # else this node has its own reason
+            if has_all_ranks and (reason := rendezvous.read_failure()):
                 failures.append(reason)
                 send_signal(list_rank_processes(), signal.SIGKILL)
             time.sleep(1)

@@ -317,7 +317,8 @@ def test_the_text_of_an_exit_is_the_error(capsys, monkeypatch):
 def test_the_root_cause_is_named(lost_message, tmp_path):
     """Of several failed ranks, the root cause is a killed rank, otherwise the first rank that raised an error itself.
 
-    A rank that lost its peer, was stopped by the launcher or was aborted by NCCL's watchdog is not the root cause.
+    A rank that lost its peer, was stopped or killed by the launcher, or was aborted by NCCL's watchdog is not the root
+    cause.
     """
 
     def failure(rank: int, code: int, message: str, when: int) -> ProcessFailure:
@@ -328,13 +329,15 @@ def test_the_root_cause_is_named(lost_message, tmp_path):
     lost = failure(0, 1, lost_message, 1)
     terminated = failure(1, -signal.SIGTERM, "Signal 15 (SIGTERM) received by PID 1", 2)
     late, early = failure(2, 1, "OSError: late", 4), failure(3, 1, "OSError: early", 3)
-    killed = failure(4, -signal.SIGKILL, "Signal 9 (SIGKILL) received by PID 1", 5)
+    killed = failure(4, -signal.SIGKILL, "Signal 9 (SIGKILL) received by PID 1", 3)
     aborted = failure(5, -signal.SIGABRT, "Signal 6 (SIGABRT) received by PID 1", 0)  # by NCCL's watchdog
     failures = dict(enumerate((lost, terminated, late, early, killed, aborted)))
     for rank in (4, 3, 2, 5, 0):
         assert find_root_cause(failures, 7)[0] == rank
         del failures[rank]
     assert find_root_cause({0: lost, 1: terminated}, 2)[0] == 1  # nobody else can have lost this rank
+    stuck = failure(6, -signal.SIGKILL, "Signal 9 (SIGKILL) received by PID 1", 9)  # killed by the launcher
+    assert find_root_cause({2: late, 6: stuck}, 7)[0] == 2
 
 
 def test_a_repeated_signal_does_not_change_the_end_of_a_run(monkeypatch):
