@@ -28,10 +28,11 @@ from nanoGPT.observers import Flags
 from nanoGPT.sample import choose_run
 from operate.agreement import check_agreement
 from operate.connection import prepare_connection
-from operate.launch import configure_agent, explain_exit, find_root_cause, forward_signals, list_rank_processes
+from operate.launch import configure_agent, forward_signals, list_rank_processes
 from operate.nodes import NodeConfig
 from operate.out_of_memory import is_out_of_memory
 from operate.restart import watch_launcher
+from operate.root_cause import explain_exit, find_root_cause
 from operate.run_description import describe_starting_point, digest_code, find_version
 from operate.watchdog import send_signal
 

@@ -8,6 +8,7 @@ A Harmony message is `<|channel|>NAME<|message|>TEXT`, and ends with `<|end|>`, 
 (https://github.com/openai/harmony).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
@@ -26,7 +27,7 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
 HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
-class TextCodec:
+class TextCodec(ABC):
     """A model's tokenizer, as problems need it. Here it has no chat template and no special tokens.
 
     Attributes:
@@ -39,11 +40,11 @@ class TextCodec:
     ends: frozenset[int]
     prefix: list[int]
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
+    @abstractmethod
+    def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, ids: list[int]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, ids: list[int]) -> str: ...
 
     def encode_chat(self, message: str) -> list[int]:
         """Return the ids of a user's message in the chat template, up to where the model answers.

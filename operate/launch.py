@@ -14,7 +14,6 @@ import dataclasses
 import importlib.util
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -33,7 +32,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -50,10 +49,10 @@ from operate.credentials import check_credentials
 from operate.nodes import NodeConfig, Rendezvous, check_node_config, master_port
 from operate.observer import read_flags
 from operate.restart import has_finished
+from operate.root_cause import explain_exit, find_root_cause
 from operate.watchdog import StallDetector, list_children, send_signal, watch_children
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-KILL_SECONDS = 3.0  # a rank that does not respond to the end of another one is killed later than this
 BARRIER_SECONDS = 30.0  # a launcher that has finished waits this long for those of the other nodes
 MAX_SAMPLED_PARAMS = 2 * 10**9  # of the model of which a sample is printed after a run
 
@@ -155,54 +154,10 @@ def forward_signals(received_signals: list[int]) -> None:
         is_first_interrupt = received_signals == [signal.SIGINT]
         send_signal(pids, signal.SIGTERM if is_first_interrupt else number)
         if is_first_interrupt:
-            os.write(2, b"\nCtrl-C: the ranks receive SIGTERM and stop\n")
+            os.write(2, b"\nCtrl-C: the ranks receive SIGTERM and stop\n")  # a handler must not use buffered output
 
     handle_stop_signals(forward)
     signal.signal(signal.SIGQUIT, forward)
-
-
-def find_root_cause(failures: dict[int, ProcessFailure], ranks: int) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, and its failure. The other ranks failed because they lost this rank.
-
-    It is a rank that was killed; if there is none, the earliest rank whose message is not that of a lost connection.
-    The agent sends SIGTERM to all ranks that are left. But if all `ranks` of the job have failed here, and none for a
-    reason of its own, the cause was a SIGTERM to one of them. A rank that was killed KILL_SECONDS after another one had
-    exited did not respond to its end.
-    """
-    first_exit = min((each.timestamp for each in failures.values() if each.exitcode > 0), default=math.inf)
-
-    def sort_key(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
-        _, failure = item
-        if failure.exitcode == -signal.SIGABRT:  # NCCL's watchdog aborts a rank whose peer does not answer
-            return 2, failure.timestamp
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return (0 if failure.timestamp < first_exit + KILL_SECONDS else 3), failure.timestamp
-        if failure.exitcode == -signal.SIGTERM and len(failures) == ranks:
-            return 2, failure.timestamp
-        is_consequence = blames_peer(failure.message) or "Signal 15" in failure.message
-        return (3 if is_consequence else 1), failure.timestamp
-
-    return min(failures.items(), key=sort_key)
-
-
-def explain_exit(exit_code: int, message: str, received_signals: list[int]) -> tuple[int, str]:
-    """Return the exit code of a failed rank as a shell would report it, and the reason.
-
-    Args:
-        exit_code: of the process; minus the signal's number if a signal killed it.
-        message: the reason that the rank reported.
-        received_signals: the signals that the launcher has received.
-    """
-    if exit_code >= 0:
-        has_no_message = message.startswith("To enable traceback")  # torch's text for a rank without an error file
-        return exit_code, "its message is above, or in the output that it wrote last" if has_no_message else message
-    if received_signals and -exit_code in (received_signals[0], signal.SIGTERM):
-        name = signal.Signals(received_signals[0]).name
-        return 128 + received_signals[0], f"{name} arrived before training had begun, so there was nothing to save"
-    name = signal.Signals(-exit_code).name
-    if exit_code == -signal.SIGABRT:
-        name += " (NCCL sends it if a collective times out: see the output of the rank)"
-    return 128 - exit_code, f"it was killed by {name}: resume with --init_from=resume if there is a checkpoint"
 
 
 def start_watchdog(config: TrainConfig, place: NodeConfig) -> StallDetector:
@@ -309,7 +264,7 @@ def run_ranks(rendezvous: Rendezvous, command: list[str], config: TrainConfig, w
         if (verdict := watch.verdict()) and verdict[0] == STALLED:
             return report_exit(config, *verdict)
         rank, failure = find_root_cause(error.failures, place.world_size)
-        if failures and failure.exitcode == -signal.SIGKILL:
+        if failures and failure.exitcode == -signal.SIGKILL:  # by `end_with_other_nodes`
             return report_exit(config, 1, failures[0])
         if not blames_peer(failure.message):
             watch.report_lost_rank(rank)  # the launchers of other nodes cannot know it

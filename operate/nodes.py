@@ -193,7 +193,7 @@ class Rendezvous:
                 self._acknowledge_error()
 
     def read_failure(self) -> str | None:
-        """Return why a rank of another node has failed before the ranks have met; None if none has.
+        """Return why a rank of another node has failed before the ranks have met, and acknowledge it; None if none has.
 
         Raises:
             DistError: node 0 has exited.

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -34,17 +35,6 @@ class ModuleWithReusedBlock(nn.Module):
         for _ in range(self.uses):
             x = checkpoint(self.block, x, use_reentrant=self.reentrant)
         return x
-
-
-def test_compiled_recomputation_draws_from_the_seeded_generator(monkeypatch):
-    """On a GPU, torch.compile would give the dropout of a recomputed attention a generator that no seed reaches."""
-    monkeypatch.setattr(torch._functorch.config, "graphsafe_rng_functionalization", True)  # the default
-    monkeypatch.setattr(partitioners, "supports_graphsafe_rng", lambda device: True)  # as for a GPU
-    monkeypatch.setattr(partitioners, "apply_graphsafe_rng_functionalization", lambda *_: pytest.fail("own generator"))
-    model = GPT(GPTConfig(1, 2, 16, 8, vocab_size=31, dropout=0.5))
-    checkpoint_activations(model, "full")
-    x = torch.zeros(2, 8, dtype=torch.int64)
-    torch.compile(model, backend="aot_eager_decomp_partition")(x, x).backward()
 
 
 def compute_gradients(uses: int, reentrant: bool, how: str) -> tuple[str, list[Tensor]]:
@@ -151,3 +141,24 @@ def test_selective_does_not_recompute_attention(mode, kernels, calls):
     with AttentionCounter() as forward:
         model(x, x)
     assert forward.calls == 2 and forward.calls + backward.calls == calls
+
+
+def test_compiled_recomputation_draws_from_the_seeded_generator(monkeypatch):
+    """A seed determines the loss and the gradients of a compiled model with dropout, whose blocks are recomputed.
+
+    On a GPU, torch.compile would otherwise give the dropout of a recomputed attention a generator of its own.
+    """
+    monkeypatch.setattr(torch._functorch.config, "graphsafe_rng_functionalization", True)  # the default
+    monkeypatch.setattr(partitioners, "supports_graphsafe_rng", lambda device: True)  # as for a GPU
+    model = GPT(GPTConfig(1, 2, 16, 8, vocab_size=31, dropout=0.5))
+    model.init_weights(0)
+    checkpoint_activations(model, "full")
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+    x, results = torch.zeros(2, 8, dtype=torch.int64), []
+    with mock.patch.object(partitioners, "apply_graphsafe_rng_functionalization") as create_generator:
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            loss = compiled(x, x)
+            results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert not create_generator.called
+    assert all(map(torch.equal, results[0], results[1])) and not torch.equal(results[0][0], results[2][0])

@@ -19,9 +19,9 @@ from nanoGPT.train_config import TrainConfig
 from operate import launch as launch_module
 from operate.autopsy.causes import find_cause
 from operate.autopsy.evidence import read_evidence
-from operate.launch import explain_exit, find_root_cause
 from operate.nodes import NodeConfig
 from operate.restart import record_job, resume_after_restart
+from operate.root_cause import explain_exit, find_root_cause
 from operate.watchdog import list_children
 from tests.helpers.programs import (
     LONG_RUN,
