@@ -53,7 +53,8 @@ def checkpoint_activations(model: GPT, mode: str) -> None:
         mode: a mode of `select_checkpointed_blocks`.
     """
     blocks = select_checkpointed_blocks(mode, len(model.blocks))
-    if blocks:  # else the compiled attention of a GPU draws masks from a generator of its own, which no seed reaches
+    if blocks:
+        # By default, recomputed attention that is compiled for a GPU draws its masks from an unseeded generator.
         torch._functorch.config.graphsafe_rng_functionalization = False
     for i in blocks:
         block = model.blocks[i]

@@ -112,6 +112,10 @@ def test_fsdp_matches_the_formula(ranks, runs):
         state = rank["state_bytes"]
         assert state["parameters"] == state["gradients"] == 4 * params // ranks
         assert state["optimizer_state"] == 8 * params // ranks + 4 * len(list(model.parameters()))
+        assert rank["memory"]["peak"]["parameters"] == state["parameters"]
+        assert rank["memory"]["after_forward"]["gradients"] == 4 * params  # unsharded until the last micro-batch
+    # A gloo thread may free a buffer late, so the minimum over all ranks is the memory that a step needs.
+    assert min(rank["memory"]["after_forward"]["gathered"] for rank in ledger["ranks"]) == 4 * root
     micro_batches = 8 // ranks
     collectives = rows_by_kind(ledger)
     assert collectives["all-gather"]["tensor_bytes"] == 4 * micro_batches * (2 * params - root)

@@ -20,7 +20,7 @@ REPORTS = {
     "seeds": ("diverged", r"step 0: ranks \[0\] and \[1\] and \[2\] have different values of the same parameters"),
     "nan": ("nan", r"the loss of rank\(s\) \[1\] alone is not finite in step 4"),
     "hang": ("hang", r"rank 1 has made no progress for \d+ s in step 4, .*faults.py:\d+, wait_forever"),
-    "device": ("error", r"a tensor is on a different device than the model.* at nanoGPT/model.py:\d+, compute_loss"),
+    "device": ("error", r"rank 1: a tensor is on a different device .* at nanoGPT/model.py:\d+, compute_loss"),
     "norm": ("norm", r"step 0: the ranks have different gradient norms \(\[0\]: [\d.]+, \[1\]: [\d.]+\)"),
     "ready_twice": ("error", r"DDP received the gradient of a parameter twice in one backward pass"),
     "checkpoint": ("checkpoint", r"\.bad-step-00000012 is damaged: the hash of \S+ differs"),
